@@ -1,0 +1,180 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import shapes
+from vllm_penalty_sched import BatchShape, ConfigError, NotFittedError, StepTimeModel
+from vllm_penalty_sched.latency import MAX_PREFILL_TOKENS
+
+
+def gpu_like_s(shape: BatchShape) -> float:
+    """A made-up machine: a memory-bound floor, a knee at 200 tokens, attention, mixed kernels."""
+    work = sum(new * (cached + new / 2) for new, cached in shape.prefills)
+    context = shape.decode_context * (1.4 if shape.prefills else 1.0)
+    return 9e-3 + 6e-5 * max(0, shape.tokens - 200) + 1.6e-8 * context + 4e-9 * work
+
+
+def random_shape(rng: np.random.Generator) -> BatchShape:
+    seqs = int(rng.integers(1, 200))
+    return BatchShape(
+        prefills=tuple(
+            (int(rng.integers(1, 1000)), int(rng.integers(0, 8000)))
+            for _ in range(rng.integers(0, 3))
+        ),
+        decode_seqs=seqs,
+        decode_tokens=seqs,
+        decode_context=seqs * int(rng.integers(64, 4096)),
+    )
+
+
+def learned(steps: int, *, seed: int = 0, factor: float = 1.0) -> StepTimeModel:
+    rng = np.random.default_rng(seed)
+    model = StepTimeModel()
+    for _ in range(steps):
+        shape = random_shape(rng)
+        model.observe(shape, factor * gpu_like_s(shape))
+    return model
+
+
+def mape(model: StepTimeModel, *, factor: float = 1.0, seed: int = 99) -> float:
+    rng = np.random.default_rng(seed)
+    tries = [random_shape(rng) for _ in range(300)]
+    return float(np.mean([abs(model.predict_s(s) / (factor * gpu_like_s(s)) - 1) for s in tries]))
+
+
+FITTED = learned(400)
+
+
+def test_two_hundred_steps_are_enough_to_predict_the_others_within_two_percent() -> None:
+    assert mape(learned(200)) < 0.02
+
+
+def test_fitting_at_once_is_as_good_as_learning_online() -> None:
+    rng = np.random.default_rng(0)
+    samples = [random_shape(rng) for _ in range(400)]
+
+    model = StepTimeModel().fit(samples, [gpu_like_s(shape) for shape in samples])
+
+    assert mape(model) < 0.02
+    assert model.samples == 400
+
+
+def test_steps_ten_times_too_long_hardly_move_the_model() -> None:
+    rng = np.random.default_rng(1)
+    model = StepTimeModel()
+    for step in range(600):
+        shape = random_shape(rng)
+        model.observe(shape, gpu_like_s(shape) * (10.0 if step % 100 == 50 else 1.0))
+
+    assert mape(model) < mape(learned(600, seed=1)) + 0.005
+
+
+def test_a_machine_that_slows_down_is_followed_within_a_hundred_steps() -> None:
+    model = learned(500)
+    rng = np.random.default_rng(2)
+    for _ in range(100):
+        shape = random_shape(rng)
+        model.observe(shape, 1.3 * gpu_like_s(shape))
+
+    assert mape(model, factor=1.3) < 0.05
+
+
+def test_a_long_decode_only_stretch_does_not_wear_out_what_mixed_steps_cost() -> None:
+    model = learned(300)
+    decodes = BatchShape(decode_seqs=8, decode_tokens=8, decode_context=8000)
+    for _ in range(5000):
+        model.observe(decodes, gpu_like_s(decodes))
+
+    mixed = decodes.with_prefill(512, 1000)
+    assert model.predict_s(mixed) == pytest.approx(gpu_like_s(mixed), rel=0.05)
+
+
+def test_a_few_small_steps_are_not_read_as_a_flat_machine() -> None:
+    model = StepTimeModel()
+    decodes = BatchShape(decode_seqs=8, decode_tokens=8, decode_context=800)
+    for tokens in (0, 0, 0, 0, 64, 64, 128, 128, 128):
+        model.observe(decodes.with_prefill(tokens, 0), 14e-3 + 3.5e-4 * tokens)
+
+    # Linear growth was seen: 512 tokens must be expected to take about 193 ms, not 60.
+    assert model.predict_s(decodes.with_prefill(512, 0)) == pytest.approx(0.193, rel=0.15)
+
+
+@given(shapes(), shapes(with_prefill=True), st.integers(0, 100), st.integers(0, 10_000))
+def test_a_prediction_never_falls_when_tokens_are_added(
+    shape: BatchShape, other: BatchShape, more_seqs: int, more_context: int
+) -> None:
+    larger = BatchShape(
+        prefills=shape.prefills + other.prefills,
+        decode_seqs=shape.decode_seqs + more_seqs,
+        decode_tokens=shape.decode_tokens + more_seqs,
+        decode_context=shape.decode_context + more_context,
+    )
+
+    assert FITTED.predict_s(larger) >= FITTED.predict_s(shape) * (1 - 1e-12)
+    assert FITTED.penalty_s(larger) >= 0.0
+
+
+@given(shapes(with_prefill=False), st.integers(0, 8192), st.floats(0.5, 20.0))
+def test_the_largest_prefill_fits_and_one_more_token_does_not(
+    decodes: BatchShape, cached: int, slack: float
+) -> None:
+    limit_s = slack * FITTED.predict_s(decodes)
+
+    tokens = FITTED.largest_prefill(decodes, cached, limit_s)
+
+    if tokens:
+        assert FITTED.predict_s(decodes.with_prefill(tokens, cached)) <= limit_s * (1 + 1e-9)
+    if tokens < MAX_PREFILL_TOKENS:
+        assert FITTED.predict_s(decodes.with_prefill(tokens + 1, cached)) > limit_s * (1 - 1e-9)
+
+
+@given(shapes(with_prefill=False), st.sampled_from([0.0, -1.0, float("nan"), 1e-9]))
+def test_no_prefill_fits_under_an_impossible_limit(decodes: BatchShape, limit_s: float) -> None:
+    assert FITTED.largest_prefill(decodes, 0, limit_s) == 0
+
+
+def test_without_a_limit_the_answer_is_bounded() -> None:
+    decodes = BatchShape(decode_seqs=1, decode_tokens=1, decode_context=1)
+
+    assert FITTED.largest_prefill(decodes, 0, math.inf) == MAX_PREFILL_TOKENS
+
+
+def test_a_model_that_has_seen_nothing_says_so() -> None:
+    model = StepTimeModel()
+    shape = BatchShape(decode_seqs=1, decode_tokens=1, decode_context=1)
+
+    for ask in (
+        lambda: model.predict_s(shape),
+        lambda: model.penalty_s(shape),
+        lambda: model.largest_prefill(shape, 0, 1.0),
+        lambda: model.save("never-written.json"),
+    ):
+        with pytest.raises(NotFittedError):
+            ask()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_impossible_time_is_refused(seconds: float) -> None:
+    shape = BatchShape(decode_seqs=1, decode_tokens=1, decode_context=1)
+
+    with pytest.raises(ConfigError, match="finite and > 0"):
+        StepTimeModel().observe(shape, seconds)
+    with pytest.raises(ConfigError):
+        StepTimeModel().fit([shape], [seconds])
+
+
+def test_fit_refuses_pairs_that_do_not_match() -> None:
+    with pytest.raises(ConfigError, match="pairs"):
+        StepTimeModel().fit([], [])
+
+
+def test_figures_of_merit_are_about_predictions_made_before_learning() -> None:
+    model = learned(400)
+
+    assert model.mape is not None
+    assert 0.0 < model.mape < 0.2
+    assert model.r_squared is not None
+    assert 0.9 < model.r_squared <= 1.0

@@ -1,0 +1,76 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_penalty_sched import ConfigError
+from vllm_penalty_sched.margin import ConformalMargin
+
+
+def overrun_share(noise: list[float], miss_rate: float, *, skipped: int) -> tuple[float, float]:
+    """Plan each step right at the SLO, and return the share that overran and the mean margin."""
+    margin = ConformalMargin(miss_rate)
+    overruns, margins = [], []
+    for residual in noise:
+        planned = 1.0 / (1.0 + margin.relative)
+        overran = planned * (1.0 + residual) > 1.0
+        overruns.append(overran)
+        margins.append(margin.relative)
+        margin.observe(residual, overran=overran)
+    return float(np.mean(overruns[skipped:])), float(np.mean(margins[skipped:]))
+
+
+@pytest.mark.parametrize("miss_rate", [0.001, 0.01, 0.05])
+def test_the_share_of_overruns_comes_to_the_miss_rate(miss_rate: float) -> None:
+    noise = list(0.03 * np.random.default_rng(0).standard_normal(20_000))
+
+    share, _ = overrun_share(noise, miss_rate, skipped=500)
+
+    assert share == pytest.approx(miss_rate, abs=0.5 * miss_rate)
+
+
+def test_the_margin_is_no_larger_than_the_noise_asks_for() -> None:
+    noise = list(0.03 * np.random.default_rng(0).standard_normal(5_000))
+
+    _, margin = overrun_share(noise, 0.01, skipped=500)
+
+    # The 99th percentile of this noise is 7%.
+    assert 0.06 < margin < 0.10
+
+
+def test_more_noise_than_before_is_answered_with_a_larger_margin() -> None:
+    rng = np.random.default_rng(1)
+    noise = [*(0.02 * rng.standard_normal(3_000)), *(0.06 * rng.standard_normal(10_000))]
+
+    share, _ = overrun_share(noise, 0.01, skipped=3_000)
+
+    assert share < 0.02
+
+
+def test_before_anything_is_known_the_margin_is_cautious() -> None:
+    assert ConformalMargin(0.01).relative >= 0.1
+
+
+def test_what_the_model_erred_while_it_was_learning_is_forgotten() -> None:
+    margin = ConformalMargin(0.01)
+    for residual in [0.9] * 20 + [0.01] * 200:
+        margin.observe(residual, overran=None)
+
+    assert margin.relative < 0.05
+
+
+@given(
+    st.lists(st.tuples(st.floats(-0.99, 1e6), st.sampled_from([True, False, None])), max_size=300)
+)
+def test_the_margin_stays_within_its_bounds(steps: list) -> None:
+    margin = ConformalMargin(0.01)
+    for residual, overran in steps:
+        margin.observe(residual, overran=overran)
+
+    assert -0.5 <= margin.relative <= 1.0
+
+
+@pytest.mark.parametrize("miss_rate", [0.0, 1.0, -0.1, float("nan")])
+def test_an_impossible_miss_rate_is_refused(miss_rate: float) -> None:
+    with pytest.raises(ConfigError, match="miss_rate"):
+        ConformalMargin(miss_rate)

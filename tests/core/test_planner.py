@@ -1,0 +1,148 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.core.test_latency import FITTED, gpu_like_s
+from vllm_penalty_sched import BatchShape, Settings
+from vllm_penalty_sched.planner import Planner, StepLoad
+from vllm_penalty_sched.policy import Decision, PrefillDemand, Reason
+
+DECODES = BatchShape(decode_seqs=8, decode_tokens=8, decode_context=8 * 500)
+LONG = PrefillDemand(remaining=100_000, cached=0)
+
+
+def load_of(
+    *demands: PrefillDemand, decodes: BatchShape = DECODES, own_slo_s: float | None = None
+) -> StepLoad:
+    return StepLoad(
+        decodes=decodes,
+        demands=demands,
+        demands_could_use_tokens=bool(demands),
+        own_slo_s=own_slo_s,
+        base_tokens=8192,
+    )
+
+
+def run(
+    planner: Planner, load: StepLoad, steps: int, step_time_s: Callable[[BatchShape], float]
+) -> list[tuple[Decision, BatchShape, float]]:
+    ran, now_s = [], 0.0
+    for _ in range(steps):
+        decision = planner.plan(load, now_s)
+        shape = load.decodes
+        if load.demands:
+            shape = shape.with_prefill(decision.prefill_tokens or 0, load.demands[0].cached)
+        planner.scheduled(decision, load, prefill_tokens=shape.prefill_tokens, now_s=now_s)
+        seconds = step_time_s(shape)
+        now_s += seconds
+        planner.learn(shape, seconds, decision)
+        ran.append((decision, shape, seconds))
+    return ran
+
+
+def noisy_cpu(seed: int) -> Callable[[BatchShape], float]:
+    rng = np.random.default_rng(seed)
+
+    def step_time_s(shape: BatchShape) -> float:
+        work = sum(new * (cached + new / 2) for new, cached in shape.prefills)
+        steady_s = 14e-3 + 3.5e-4 * shape.prefill_tokens + 1e-8 * work
+        return steady_s * float(np.exp(0.03 * rng.standard_normal()))
+
+    return step_time_s
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("slo_ms", [30.0, 60.0, 200.0])
+def test_a_cold_start_under_backlog_holds_the_slo_within_fifty_mixed_steps(
+    seed: int, slo_ms: float
+) -> None:
+    planner = Planner(Settings(tbt_slo_ms=slo_ms))
+
+    ran = run(planner, load_of(LONG), 600, noisy_cpu(seed))
+
+    mixed = [(shape, 1e3 * seconds) for _, shape, seconds in ran if shape.prefills]
+    assert np.mean([ms <= slo_ms for _, ms in mixed[50:]]) >= 0.99
+    assert max(ms for _, ms in mixed[50:]) <= 1.2 * slo_ms
+    # And the room under the SLO is used: at least 70% of the chunk that would just fit.
+    fitting = (slo_ms - 14.0) / 0.35
+    assert np.mean([shape.prefill_tokens for shape, _ in mixed[50:]]) >= 0.7 * fitting
+
+
+def test_without_an_slo_it_settles_on_a_multiple_of_the_decode_only_time() -> None:
+    planner = Planner(Settings(tbt_slo_scale=3.0))
+    run(planner, load_of(), 30, lambda _: 0.020)
+
+    decision = planner.plan(load_of(LONG), 1.0)
+
+    assert decision.slo_s == pytest.approx(0.060, rel=0.01)
+
+
+def test_the_tightest_slo_rules_and_the_budget_widens_when_its_request_ends() -> None:
+    planner = Planner(Settings(tbt_slo_ms=100.0), FITTED)
+
+    alone = planner.plan(load_of(LONG), 0.0)
+    with_tight = planner.plan(load_of(LONG, own_slo_s=0.020), 0.0)
+    with_loose = planner.plan(load_of(LONG, own_slo_s=10.0), 0.0)
+
+    assert with_tight.slo_s == 0.020
+    assert with_loose.slo_s == 0.100
+    assert with_tight.prefill_tokens < alone.prefill_tokens
+    assert alone.prefill_tokens == with_loose.prefill_tokens
+
+
+def test_a_known_model_needs_no_cold_start() -> None:
+    assert not Planner(Settings(), FITTED).is_cold
+    assert Planner(Settings()).is_cold
+
+
+def test_prefills_that_made_no_progress_get_a_chunk_when_max_defer_is_over() -> None:
+    planner = Planner(Settings(tbt_slo_ms=9.7, max_defer_s=0.5), FITTED)
+
+    ran = run(planner, load_of(LONG), 200, gpu_like_s)
+
+    progress = [index for index, (_, shape, _) in enumerate(ran) if shape.prefills]
+    waits_s = [
+        sum(seconds for _, _, seconds in ran[before:after])
+        for before, after in zip([0, *progress], progress, strict=False)
+    ]
+    assert progress
+    assert max(waits_s) <= 0.5 + 3 * max(seconds for _, _, seconds in ran)
+
+
+def test_an_admission_is_held_no_longer_than_max_defer() -> None:
+    crowd = BatchShape(decode_seqs=100, decode_tokens=100, decode_context=400_000)
+    slo_ms = 1e3 * FITTED.predict_s(crowd) * 1.02
+    planner = Planner(Settings(tbt_slo_ms=slo_ms, max_defer_s=0.2), FITTED)
+    newcomer = PrefillDemand(remaining=100_000, cached=0, is_waiting=True)
+
+    ran = run(planner, load_of(newcomer, decodes=crowd), 100, gpu_like_s)
+
+    reasons = [decision.reason for decision, _, _ in ran]
+    assert reasons[0] is Reason.HELD
+    assert any(shape.prefills for _, shape, _ in ran)
+
+
+def test_a_budget_that_nobody_could_use_is_raised_until_somebody_does() -> None:
+    planner = Planner(Settings(tbt_slo_ms=30.0), FITTED)
+    load = load_of(LONG)
+    budgets = []
+    for _ in range(40):
+        decision = planner.plan(load, 0.0)
+        planner.scheduled(decision, load, prefill_tokens=0, now_s=0.0)
+        budgets.append(decision.prefill_tokens)
+
+    assert budgets[-1] > 4 * budgets[0]
+    assert planner.plan(load, 0.0).reason is Reason.STALLED
+    planner.scheduled(decision, load, prefill_tokens=10, now_s=0.0)
+    assert planner.plan(load, 0.0).prefill_tokens == budgets[0]
+
+
+def test_a_clock_that_goes_backwards_harms_nothing() -> None:
+    planner = Planner(Settings(tbt_slo_ms=9.7), FITTED)
+    load = load_of(LONG)
+    for now_s in (5.0, 3.0, -10.0, 4.0):
+        decision = planner.plan(load, now_s)
+        planner.scheduled(decision, load, prefill_tokens=0, now_s=now_s)
+
+    assert decision.prefill_tokens == 0

@@ -1,0 +1,1 @@
+"""The parts that touch vLLM: the scheduler adapter and its virtual-time simulator."""

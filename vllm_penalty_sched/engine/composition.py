@@ -1,0 +1,204 @@
+"""Read off vLLM's scheduler what its next step will compute, without changing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_penalty_sched.batch import BatchShape
+from vllm_penalty_sched.policy import PrefillDemand
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+
+# Prefills that one budget is planned for; more of them rarely fit beside running decodes.
+MOST_DEMANDS = 8
+# A waiting request's prefix-cache hit is looked up again after this many steps.
+_HIT_STEPS = 16
+_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+@dataclass(slots=True)
+class Composition:
+    """The next step as it stands before vLLM schedules it.
+
+    Attributes:
+        decode_ids: Requests that will decode.
+        decodes: Their part of the step.
+        prefills: Admitted requests that still prefill, with the tokens they need, in vLLM's order.
+        is_sorted: Whether every decode stands before every prefill in ``running``.
+    """
+
+    decode_ids: set[str]
+    decodes: BatchShape
+    prefills: list[tuple[Request, int]]
+    is_sorted: bool
+
+
+def read_composition(scheduler: VllmScheduler) -> Composition:
+    """Return who decodes and who prefills in the next step, with exact token counts."""
+    decode_ids: set[str] = set()
+    prefills: list[tuple[Request, int]] = []
+    tokens = context = 0
+    is_sorted = True
+    for request in scheduler.running:
+        if request.is_prefill_chunk:
+            prefills.append((request, tokens_needed(scheduler, request)))
+            continue
+        if _is_finishing(request):
+            continue
+        is_sorted = is_sorted and not prefills
+        decode_ids.add(request.request_id)
+        tokens += tokens_needed(scheduler, request)
+        context += request.num_computed_tokens
+    decodes = BatchShape(decode_seqs=len(decode_ids), decode_tokens=tokens, decode_context=context)
+    return Composition(decode_ids, decodes, prefills, is_sorted)
+
+
+def tokens_needed(scheduler: VllmScheduler, request: Request) -> int:
+    """Return the tokens that an unlimited budget would give a running request in the next step."""
+    # schedule() counts current_step up on entry (vLLM 0.24-0.33).
+    if scheduler.current_step + 1 < request.next_decode_eligible_step or _is_finishing(request):
+        return 0
+    computed = request.num_computed_tokens
+    wanted = request.num_tokens_with_spec + request.num_output_placeholders - computed
+    most = scheduler.max_model_len - computed - scheduler.num_sampled_tokens_per_step
+    return max(0, int(min(wanted, most)))
+
+
+def _is_finishing(request: Request) -> bool:
+    # Async scheduling: the step in flight already brings the last token (vLLM's own rule).
+    placeholders = request.num_output_placeholders
+    return bool(
+        placeholders > 0
+        and request.num_computed_tokens + 2 - placeholders
+        >= request.num_prompt_tokens + request.max_tokens
+    )
+
+
+def read_demands(
+    scheduler: VllmScheduler, prefills: list[tuple[Request, int]]
+) -> tuple[tuple[PrefillDemand, ...], bool]:
+    """Return who wants prefill tokens, and whether any of them could use some.
+
+    Args:
+        scheduler: vLLM's scheduler before it schedules.
+        prefills: The admitted ones, from ``read_composition``.
+
+    Returns:
+        The first ``MOST_DEMANDS`` in the order in which vLLM will serve them. The second value is
+        False if all of them wait for something else than tokens (a grammar, a KV transfer, blocks).
+    """
+    demands = [
+        PrefillDemand(
+            remaining=needed,
+            cached=request.num_computed_tokens,
+            minimum=_minimum_tokens(scheduler, request, needed),
+        )
+        for request, needed in prefills[:MOST_DEMANDS]
+        if needed
+    ]
+    could_use = bool(demands)
+    if len(demands) < MOST_DEMANDS:
+        for request in islice(_admissible(scheduler), MOST_DEMANDS - len(demands)):
+            demand = _waiting_demand(scheduler, request)
+            demands.append(demand)
+            could_use = could_use or (
+                request.status in _READY
+                and request.lora_request is None
+                and _has_blocks_for(scheduler, demand)
+            )
+    return tuple(demands), could_use
+
+
+def _admissible(scheduler: VllmScheduler) -> Iterator[Request]:
+    """Yield waiting requests in vLLM's order, ready ones alone if there are any."""
+    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+    seats = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs) - taken
+    if seats <= 0:
+        return iter(())
+    queues = chain(getattr(scheduler, "kv_holding_waiting", ()), scheduler.waiting)
+    first = list(islice(queues, 2 * MOST_DEMANDS))
+    ready = [request for request in first if request.status in _READY]
+    return islice(ready or first, seats)
+
+
+def _waiting_demand(scheduler: VllmScheduler, request: Request) -> PrefillDemand:
+    cached = request.num_computed_tokens or _prefix_hit_tokens(scheduler, request)
+    remaining = max(1, request.num_tokens - cached)
+    if remaining == 1 and scheduler.num_spec_tokens > 0:
+        # vLLM pads such a request to a whole row of drafts, and waits if that does not fit.
+        remaining = 1 + scheduler.num_spec_tokens
+    return PrefillDemand(
+        remaining=remaining,
+        cached=cached,
+        minimum=_minimum_tokens(scheduler, request, remaining),
+        is_waiting=True,
+    )
+
+
+def _minimum_tokens(scheduler: VllmScheduler, request: Request, needed: int) -> int:
+    """Return the fewest tokens that make progress; vLLM grants nothing below (0.28-0.33)."""
+    config = scheduler.scheduler_config
+    if not config.enable_chunked_prefill:
+        return needed
+    minimum = max(1 + scheduler.num_spec_tokens, getattr(scheduler, "num_prefill_lookahead", 0))
+    if request.has_encoder_inputs and config.disable_chunked_mm_input:
+        start = request.num_computed_tokens
+        ahead = [
+            feature.mm_position.length
+            for feature in request.mm_features
+            if feature.mm_position.offset + feature.mm_position.length > start
+        ]
+        minimum = max(minimum, *ahead, 1)
+    return int(min(minimum, needed))
+
+
+def _prefix_hit_tokens(scheduler: VllmScheduler, request: Request) -> int:
+    """Look up the cached prefix as vLLM will, without its statistics and events."""
+    manager = scheduler.kv_cache_manager
+    if not manager.enable_caching or request.skip_reading_prefix_cache:
+        return 0
+    known: tuple[int, int] | None = getattr(request, "_penalty_sched_hit", None)
+    if known is None or scheduler.current_step - known[0] >= _HIT_STEPS:
+        found: Any = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        known = (scheduler.current_step, int(found[1]))
+        request._penalty_sched_hit = known
+    return known[1]
+
+
+def _has_blocks_for(scheduler: VllmScheduler, demand: PrefillDemand) -> bool:
+    free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return bool((free_blocks - 1) * scheduler.block_size > demand.remaining + demand.cached)
+
+
+def read_scheduled(
+    scheduler: VllmScheduler, output: SchedulerOutput, before: Composition
+) -> BatchShape:
+    """Return the shape of the step that vLLM scheduled; call it right after ``schedule()``."""
+    granted = output.num_scheduled_tokens
+    decodes = before.decodes
+    if output.total_num_scheduled_tokens == decodes.decode_tokens and all(
+        request_id in before.decode_ids for request_id in granted
+    ):
+        return decodes
+    chunks = []
+    seqs = tokens = context = 0
+    for request_id, new in granted.items():
+        computed_before = scheduler.requests[request_id].num_computed_tokens - new
+        if request_id in before.decode_ids:
+            seqs += 1
+            tokens += new
+            context += computed_before
+        else:
+            chunks.append((new, max(0, computed_before)))
+    return BatchShape(
+        prefills=tuple(chunks), decode_seqs=seqs, decode_tokens=tokens, decode_context=context
+    )

@@ -1,0 +1,42 @@
+"""Find the plugin's settings in a vLLM configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_penalty_sched.errors import ConfigError
+from vllm_penalty_sched.latency import StepTimeModel, load_model
+from vllm_penalty_sched.settings import KEY, Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def read_settings(vllm_config: VllmConfig) -> Settings:
+    """Return the settings under ``penalty_sched`` of ``additional_config``, or the defaults.
+
+    Raises:
+        ConfigError: If any setting is wrong, the file cannot be read, or the model is a diffusion
+            model, which needs a scheduler of its own.
+    """
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        raise ConfigError("penalty_sched does not schedule diffusion models: drop --scheduler-cls")
+    config = vllm_config.additional_config
+    source = config.get(KEY, {}) if isinstance(config, dict) else {}
+    if not isinstance(source, str):
+        return Settings.from_mapping(source)
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{KEY} settings: cannot read {source}: {error}") from error
+    return Settings.from_json(text, source=source)
+
+
+def read_model(settings: Settings) -> StepTimeModel | None:
+    """Return the saved model that the settings name, None for a cold start.
+
+    Raises:
+        ModelFileError: If the file is no usable model.
+    """
+    return load_model(settings.model) if settings.model else None

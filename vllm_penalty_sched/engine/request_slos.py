@@ -1,0 +1,48 @@
+"""Keep the SLOs that single requests brought along."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from vllm_penalty_sched.settings import RequestSlo
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.penalty_sched")
+
+
+class RequestSlos:
+    """Per-request SLOs by request id; most deployments have none, and then it costs nothing."""
+
+    def __init__(self) -> None:
+        self._slos: dict[str, RequestSlo] = {}
+        self._has_warned = False
+
+    def add(self, request: Request) -> None:
+        """Read a new request's SLOs; a wrong value is ignored, with one warning in all."""
+        params = request.sampling_params
+        slo, problems = RequestSlo.from_extra_args(params.extra_args if params else None)
+        if problems and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "request %s: %s; ignored, and so are later wrong values without a warning",
+                request.request_id,
+                "; ".join(problems),
+            )
+        if slo.tbt_slo_s is not None or slo.ttft_slo_s is not None:
+            self._slos[request.request_id] = slo
+
+    def tightest_tbt_s(self, decode_ids: set[str], requests: dict[str, Request]) -> float | None:
+        """Return the tightest of the decoding requests' own TBT SLOs, seconds; None without any."""
+        if not self._slos:
+            return None
+        for request_id in [known for known in self._slos if known not in requests]:
+            del self._slos[request_id]
+        own_s = [
+            slo.tbt_slo_s
+            for request_id, slo in self._slos.items()
+            if request_id in decode_ids and slo.tbt_slo_s is not None
+        ]
+        return min(own_s, default=None)

@@ -1,0 +1,196 @@
+"""vLLM's scheduler with a planned prefill budget in each step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler as VllmAsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
+
+from vllm_penalty_sched.engine.composition import (
+    Composition,
+    read_composition,
+    read_demands,
+    read_scheduled,
+)
+from vllm_penalty_sched.engine.configuration import read_model, read_settings
+from vllm_penalty_sched.engine.decision_notes import DecisionNotes
+from vllm_penalty_sched.engine.request_slos import RequestSlos
+from vllm_penalty_sched.engine.step_timer import StepTimer
+from vllm_penalty_sched.planner import Planner, StepLoad
+from vllm_penalty_sched.policy import Decision, PrefillDemand
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("vllm.penalty_sched")
+
+STRICT_VARIABLE = "PENALTY_SCHED_STRICT"
+"""Environment variable that makes the plugin's own errors fatal, for tests and debugging."""
+
+
+class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checked here
+    """The class to name in ``--scheduler-cls``; right for sync and async scheduling.
+
+    Before vLLM's ``schedule()`` it puts running decodes first and lowers the step's token budget
+    to their tokens plus the planned prefill tokens; afterwards it restores the budget. Everything
+    else is vLLM's.
+    """
+
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+    # vLLM's tests build schedulers without __init__; such a one behaves like stock.
+    planner: Planner | None = None
+    faults = 0
+    _is_strict = False
+    _steers = False
+    max_num_scheduled_tokens: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Scheduler:
+        """Choose the class for the configured scheduling mode, which is final by now."""
+        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        if cls is Scheduler and config.scheduler_config.async_scheduling:
+            cls = AsyncPenaltyScheduler
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = read_settings(self.vllm_config)
+        self.planner = Planner(settings, read_model(settings))
+        self.reasons: Counter[str] = Counter()
+        self._steers = settings.mode == "enforce"
+        self._is_strict = os.environ.get(STRICT_VARIABLE) == "1"
+        self._timer = StepTimer()
+        self._slos = RequestSlos()
+        self._notes = DecisionNotes(settings)
+
+    def add_request(self, request: Request) -> None:
+        """Take in a request and the SLOs in its ``vllm_xargs``."""
+        if self.planner is not None:
+            self._guarded(self._slos.add, request)
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule one step within the planned budget."""
+        if self.planner is None:  # built without __init__
+            return super().schedule(*args, **kwargs)
+        started_s = self.clock()
+        before = self._guarded(read_composition, self)
+        planned = (
+            self._guarded(self._plan, self.planner, before, started_s)
+            if self._may_steer(before)
+            else None
+        )
+        output = self._schedule_within(planned, before, *args, **kwargs)
+        if before is not None:
+            self._guarded(self._take_in, self.planner, output, before, planned, started_s)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Learn from the step that ended, then let vLLM process its output."""
+        if self.planner is None:
+            return super().update_from_output(scheduler_output, *args, **kwargs)
+        self._guarded(self._learn, self.planner, scheduler_output, self.clock())
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        if not self.running or self.pause_state != PauseState.UNPAUSED:
+            self._timer.idle()
+        return outputs
+
+    def _may_steer(self, before: Composition | None) -> bool:
+        return self._steers and before is not None and self.pause_state == PauseState.UNPAUSED
+
+    def _plan(
+        self, planner: Planner, before: Composition, now_s: float
+    ) -> tuple[StepLoad, Decision]:
+        demands: tuple[PrefillDemand, ...] = ()
+        could_use = False
+        if before.decodes.decode_seqs:
+            demands, could_use = read_demands(self, before.prefills)
+        load = StepLoad(
+            decodes=before.decodes,
+            demands=demands,
+            demands_could_use_tokens=could_use,
+            own_slo_s=self._slos.tightest_tbt_s(before.decode_ids, self.requests),
+            base_tokens=self.max_num_scheduled_tokens,
+        )
+        return load, planner.plan(load, now_s)
+
+    def _schedule_within(
+        self,
+        planned: tuple[StepLoad, Decision] | None,
+        before: Composition | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> SchedulerOutput:
+        prefill_tokens = planned[1].prefill_tokens if planned else None
+        if planned is None or before is None or prefill_tokens is None:
+            return super().schedule(*args, **kwargs)
+        if not before.is_sorted:
+            self.running.sort(key=_is_prefilling)  # stable: vLLM's order within each kind
+        config = self.scheduler_config
+        base_tokens = self.max_num_scheduled_tokens
+        threshold = config.long_prefill_token_threshold
+        self.max_num_scheduled_tokens = min(
+            base_tokens, before.decodes.decode_tokens + prefill_tokens
+        )
+        if self.need_mamba_block_aligned_split and prefill_tokens:
+            # Lets a block wider than the budget advance in parts (vLLM 0.28-0.33).
+            config.long_prefill_token_threshold = min(threshold or prefill_tokens, prefill_tokens)
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = base_tokens
+            config.long_prefill_token_threshold = threshold
+
+    def _take_in(
+        self,
+        planner: Planner,
+        output: SchedulerOutput,
+        before: Composition,
+        planned: tuple[StepLoad, Decision] | None,
+        started_s: float,
+    ) -> None:
+        shape = read_scheduled(self, output, before)
+        decision = planned[1] if planned else None
+        self._timer.scheduled(output, shape, decision, started_s=started_s)
+        if planned:
+            load, decision = planned
+            self.reasons[decision.reason] += 1
+            planner.scheduled(decision, load, prefill_tokens=shape.prefill_tokens, now_s=started_s)
+            self._notes.about(decision, before.decodes)
+
+    def _learn(self, planner: Planner, output: SchedulerOutput, now_s: float) -> None:
+        step = self._timer.completed(output, done_s=now_s)
+        if step is not None:
+            planner.learn(step.shape, step.seconds, step.decision)
+
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Run the plugin's own logic; an error of ours must not kill a serving engine."""
+        try:
+            return call(*args)
+        except Exception:
+            if self._is_strict:
+                raise
+            self.faults += 1
+            if self.faults == 1:
+                log.exception(
+                    "penalty_sched failed; this step goes on as in stock vLLM. Further failures "
+                    "are counted and not logged"
+                )
+            return None
+
+
+class AsyncPenaltyScheduler(Scheduler, VllmAsyncScheduler):  # type: ignore[misc]  # as above
+    """What ``Scheduler`` becomes under async scheduling."""
+
+
+def _is_prefilling(request: Request) -> bool:
+    return bool(request.is_prefill_chunk)

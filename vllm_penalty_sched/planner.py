@@ -1,0 +1,179 @@
+"""From a step's load to its budget, and from its measured time to what is learned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vllm_penalty_sched.batch import BatchShape
+from vllm_penalty_sched.cold_start import FIRST_CHUNK_TOKENS, ColdStart
+from vllm_penalty_sched.latency import StepTimeModel
+from vllm_penalty_sched.margin import ConformalMargin
+from vllm_penalty_sched.policy import Decision, PrefillDemand, Reason, StepState, decide
+from vllm_penalty_sched.settings import Settings
+
+# The first steps of a process pay for compilation and allocation.
+_WARM_UP_STEPS = 2
+# A loaded model with this many mixed steps needs no cold start.
+_KNOWN_MIXED_STEPS = 24
+# Steps in a row that gave nobody a token although a budget was granted.
+_STALL_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoad:
+    """What vLLM is about to schedule.
+
+    Attributes:
+        decodes: The step without prefill.
+        demands: Requests that want prefill, in vLLM's order; the first few are enough.
+        demands_could_use_tokens: False if all of them wait for something else than tokens.
+        own_slo_s: Tightest SLO that a running decode brought along; None if none did.
+        base_tokens: The engine's own token budget for a step.
+    """
+
+    decodes: BatchShape
+    demands: tuple[PrefillDemand, ...]
+    demands_could_use_tokens: bool
+    own_slo_s: float | None
+    base_tokens: int
+
+
+class Planner:
+    """Holds what was learned, and plans each step with it; has no clock of its own."""
+
+    def __init__(self, settings: Settings, model: StepTimeModel | None = None) -> None:
+        self.model = model or StepTimeModel()
+        self.margin = ConformalMargin(settings.miss_rate)
+        self._settings = settings
+        self._cold_start = ColdStart(is_over=self.model.mixed_samples >= _KNOWN_MIXED_STEPS)
+        self._warm_up_left = _WARM_UP_STEPS
+        self._starving_since_s: float | None = None
+        self._held_since_s: float | None = None
+        self._fruitless_steps = 0
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether chunks still follow the cold start's probe instead of the model."""
+        return not (self._cold_start.is_over and self.model.is_fitted)
+
+    def plan(self, load: StepLoad, now_s: float) -> Decision:
+        """Return the prefill budget for a load.
+
+        Args:
+            load: What is about to be scheduled.
+            now_s: A monotonic clock's reading, seconds.
+        """
+        decode_only_s = self._decode_only_s(load.decodes)
+        slo_s = self.slo_s(load.own_slo_s, decode_only_s)
+        state = StepState(
+            decodes=load.decodes,
+            demands=load.demands,
+            decode_only_s=decode_only_s,
+            slo_s=slo_s,
+            slo_is_fixed=load.own_slo_s is not None or self._settings.tbt_slo_ms is not None,
+            margin=self.margin.relative,
+            most_tokens=self._most_tokens(load.decodes, slo_s),
+            base_tokens=load.base_tokens,
+            starved_s=_since(self._starving_since_s, now_s),
+            held_s=_since(self._held_since_s, now_s),
+            max_defer_s=self._settings.max_defer_s,
+        )
+        decision = decide(state, None if self.is_cold else self.model)
+        return self._unstalled(decision, load)
+
+    def scheduled(
+        self, decision: Decision, load: StepLoad, *, prefill_tokens: int, now_s: float
+    ) -> None:
+        """Take in how many prefill tokens vLLM really scheduled under a decision."""
+        if prefill_tokens or not load.demands:
+            self._starving_since_s = None
+        elif self._starving_since_s is None:
+            self._starving_since_s = now_s
+        if not decision.holds_admission:
+            self._held_since_s = None
+        elif self._held_since_s is None:
+            self._held_since_s = now_s
+        was_granted = bool(decision.prefill_tokens) and load.demands_could_use_tokens
+        fruitless = was_granted and not prefill_tokens
+        self._fruitless_steps = self._fruitless_steps + 1 if fruitless else 0
+
+    def learn(self, shape: BatchShape, seconds: float, decision: Decision | None) -> None:
+        """Learn from a step that ran.
+
+        Args:
+            shape: What it computed, at least one token.
+            seconds: How long it took, finite and positive.
+            decision: The decision that it ran under, if any.
+        """
+        if self._warm_up_left:
+            self._warm_up_left -= 1
+            return
+        slo_s = decision.slo_s if decision else None
+        if shape.prefills and shape.decode_seqs and not self.is_cold:
+            self._learn_margin(shape, seconds, decision)
+        self.model.observe(shape, seconds)
+        self._cold_start.observe(
+            decode_seqs=shape.decode_seqs,
+            prefill_tokens=shape.prefill_tokens,
+            seconds=seconds,
+            slo_s=slo_s,
+        )
+
+    def slo_s(self, own_slo_s: float | None, decode_only_s: float | None) -> float | None:
+        """Return the tightest SLO of those that apply, seconds; None while unsettled."""
+        settings = self._settings
+        if settings.tbt_slo_ms is not None:
+            default_s: float | None = settings.tbt_slo_ms / 1e3
+        elif decode_only_s is not None:
+            default_s = settings.tbt_slo_scale * decode_only_s
+        else:
+            default_s = None
+        if own_slo_s is None or default_s is None:
+            return default_s if own_slo_s is None else own_slo_s
+        return min(own_slo_s, default_s)
+
+    def _decode_only_s(self, decodes: BatchShape) -> float | None:
+        if not decodes.decode_seqs:
+            return None
+        return self._cold_start.decode_only_s if self.is_cold else self.model.predict_s(decodes)
+
+    def _most_tokens(self, decodes: BatchShape, slo_s: float | None) -> int:
+        if slo_s is None or not decodes.decode_seqs:
+            return 0
+        if self.is_cold:
+            return self._cold_start.probe_tokens(decode_seqs=decodes.decode_seqs, slo_s=slo_s)
+        # Beyond what was seen, time is taken to grow at least in proportion.
+        seen_tokens = max(FIRST_CHUNK_TOKENS, self.model.largest_prefill_tokens)
+        seen_s = self.model.penalty_s(decodes.with_prefill(seen_tokens, 0))
+        spare_s = slo_s / (1.0 + self.margin.relative) - self.model.predict_s(decodes)
+        growth = min(2.0, max(1.0, spare_s / seen_s)) if seen_s > 0.0 else 2.0
+        return int(growth * seen_tokens)
+
+    def _unstalled(self, decision: Decision, load: StepLoad) -> Decision:
+        # No known case in vLLM 0.28-0.33 is left to this; it guards against the unknown ones.
+        doublings = self._fruitless_steps // _STALL_STEPS
+        if not doublings or not decision.prefill_tokens:
+            return decision
+        tokens = min(load.base_tokens, decision.prefill_tokens << min(doublings, 20))
+        return replace(decision, reason=Reason.STALLED, prefill_tokens=tokens, predicted_s=None)
+
+    def _learn_margin(self, shape: BatchShape, seconds: float, decision: Decision | None) -> None:
+        predicted_s = self.model.predict_s(shape)
+        slo_s = decision.slo_s if decision else None
+        if slo_s is not None and _is_stall(
+            seconds - predicted_s, self.model.predict_s(shape.without_prefill()), slo_s
+        ):
+            return
+        planned = decision is not None and decision.reason is Reason.SLO
+        overran = seconds > slo_s if planned and slo_s is not None else None
+        self.margin.observe(seconds / predicted_s - 1.0, overran=overran)
+
+
+def _is_stall(excess_s: float, decode_only_s: float, slo_s: float) -> bool:
+    """Whether no budget could have held the SLO: the step would have overrun without prefill."""
+    return excess_s > 0.0 and decode_only_s < slo_s < decode_only_s + excess_s
+
+
+def _since(start_s: float | None, now_s: float) -> float:
+    # A clock that went backwards counts as no time.
+    return 0.0 if start_s is None else max(0.0, now_s - start_s)

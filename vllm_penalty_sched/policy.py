@@ -1,0 +1,222 @@
+"""Decide how many prefill tokens a step may carry, and say why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from vllm_penalty_sched.batch import BatchShape
+
+# Below this a chunk pays the price of a mixed step for next to nothing: wait and take more.
+USEFUL_TOKENS = 8
+# What a prefill gets after it was deferred for as long as allowed.
+AGED_TOKENS = 32
+# When decode-only steps overrun by themselves, prefills may lengthen them by this share.
+TRICKLE_SHARE = 0.25
+
+
+class Reason(StrEnum):
+    """Why a step got its prefill budget."""
+
+    NO_DECODE = "no_decode"
+    NO_PREFILL = "no_prefill"
+    COLD = "cold"
+    FITS = "fits"
+    SLO = "slo"
+    HELD = "held"
+    DEFERRED = "deferred"
+    AGED = "aged"
+    INFEASIBLE = "infeasible"
+    STALLED = "stalled"
+
+
+class StepTimes(Protocol):
+    """What the policy asks of a step-time model."""
+
+    def predict_s(self, shape: BatchShape) -> float:
+        """Return the predicted time of a step, seconds."""
+
+    def largest_prefill(self, shape: BatchShape, cached: int, limit_s: float) -> int:
+        """Return the most tokens of one more chunk that keep the step within the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillDemand:
+    """A request that wants prefill tokens.
+
+    Attributes:
+        remaining: Tokens left to compute, >= 1.
+        cached: Tokens computed before, or found in the prefix cache.
+        minimum: The fewest tokens that vLLM can give it in one step, at most ``remaining``.
+        is_waiting: Whether it is not admitted yet.
+    """
+
+    remaining: int
+    cached: int
+    minimum: int = 1
+    is_waiting: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """All that a decision depends on, besides the model.
+
+    Attributes:
+        decodes: The step without prefill.
+        demands: Requests that want prefill, in the order in which vLLM will serve them.
+        decode_only_s: Expected time of the step without prefill; None while unknown.
+        slo_s: The SLO in force; None while it is not settled.
+        slo_is_fixed: Whether it was set by someone, and not derived from the decode-only time.
+        margin: Share by which predictions are raised.
+        most_tokens: The most prefill tokens to dare.
+        base_tokens: The engine's own token budget for a step.
+        starved_s: How long prefills have made no progress.
+        held_s: How long admission has been held.
+        max_defer_s: When ``starved_s`` and ``held_s`` end it.
+    """
+
+    decodes: BatchShape
+    demands: tuple[PrefillDemand, ...]
+    decode_only_s: float | None
+    slo_s: float | None
+    slo_is_fixed: bool
+    margin: float
+    most_tokens: int
+    base_tokens: int
+    starved_s: float
+    held_s: float
+    max_defer_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A step's prefill budget.
+
+    Attributes:
+        reason: What set it.
+        prefill_tokens: The most prefill tokens of the step; None: no limit.
+        predicted_s: Predicted time if all of them are used; None without a model.
+        slo_s: The SLO that it was made for; None if there was none to hold.
+        decode_only_s: Expected time of the step without prefill; None while unknown.
+        holds_admission: Whether a waiting request was left waiting for the decodes' sake.
+    """
+
+    reason: Reason
+    prefill_tokens: int | None = None
+    predicted_s: float | None = None
+    slo_s: float | None = None
+    decode_only_s: float | None = None
+    holds_admission: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Fill:
+    tokens: int
+    shape: BatchShape
+    is_complete: bool
+    holds_admission: bool
+
+
+def decide(state: StepState, model: StepTimes | None) -> Decision:
+    """Return the prefill budget of the next step.
+
+    Args:
+        state: The step, its SLO and who waits.
+        model: Predicts step times; None during the cold start, when only ``most_tokens`` binds.
+
+    Returns:
+        A decision for every input; its budget never keeps a decode from its tokens.
+    """
+    if not state.decodes.decode_seqs:
+        return Decision(reason=Reason.NO_DECODE)
+    if not state.demands:
+        return Decision(reason=Reason.NO_PREFILL, prefill_tokens=0, slo_s=state.slo_s)
+    if state.slo_s is None or state.decode_only_s is None:
+        return _aged_or(state, Reason.COLD, fill=None, model=None)
+    infeasible = state.decode_only_s > state.slo_s
+    if infeasible:
+        limit_s = state.decode_only_s * (1.0 + TRICKLE_SHARE)
+    else:
+        limit_s = state.slo_s / (1.0 + state.margin)
+    fill = _fill(state, model, limit_s, infeasible=infeasible)
+    return _aged_or(state, _reason(fill, model, infeasible=infeasible), fill=fill, model=model)
+
+
+def _reason(fill: _Fill, model: StepTimes | None, *, infeasible: bool) -> Reason:
+    if infeasible:
+        return Reason.INFEASIBLE
+    if not fill.tokens:
+        return Reason.HELD if fill.holds_admission else Reason.DEFERRED
+    if model is None:
+        return Reason.COLD
+    return Reason.FITS if fill.is_complete else Reason.SLO
+
+
+def _fill(state: StepState, model: StepTimes | None, limit_s: float, *, infeasible: bool) -> _Fill:
+    shape = state.decodes
+    room = min(state.most_tokens, state.base_tokens - shape.decode_tokens)
+    tokens = 0
+    for demand in state.demands:
+        if demand.is_waiting and _must_hold(state, shape, demand, model, infeasible=infeasible):
+            return _Fill(tokens, shape, False, True)
+        fits = min(demand.remaining, room - tokens)
+        if model is not None:
+            fits = min(fits, model.largest_prefill(shape, demand.cached, limit_s))
+        if fits < _least(demand):
+            return _Fill(tokens, shape, False, False)
+        tokens += fits
+        shape = shape.with_prefill(fits, demand.cached)
+        if fits < demand.remaining:
+            return _Fill(tokens, shape, False, False)
+    return _Fill(tokens, shape, True, False)
+
+
+def _least(demand: PrefillDemand) -> int:
+    return min(demand.remaining, max(demand.minimum, USEFUL_TOKENS))
+
+
+def _must_hold(
+    state: StepState,
+    shape: BatchShape,
+    demand: PrefillDemand,
+    model: StepTimes | None,
+    *,
+    infeasible: bool,
+) -> bool:
+    """Whether admitting this request would make later decode-only steps overrun the SLO."""
+    if state.held_s >= state.max_defer_s:
+        return False
+    if infeasible:
+        return True
+    if model is None or state.slo_s is None or not state.slo_is_fixed:
+        return False
+    joining = len(shape.prefills) + 1
+    joining_context = sum(new + cached for new, cached in shape.prefills)
+    later = BatchShape(
+        decode_seqs=shape.decode_seqs + joining,
+        decode_tokens=shape.decode_tokens + joining,
+        decode_context=(shape.decode_context + joining_context + demand.cached + demand.remaining),
+    )
+    return model.predict_s(later) > state.slo_s
+
+
+def _aged_or(
+    state: StepState, reason: Reason, *, fill: _Fill | None, model: StepTimes | None
+) -> Decision:
+    """Return the filled budget, or the least useful one if prefills have starved too long."""
+    tokens = fill.tokens if fill else 0
+    shape = fill.shape if fill else state.decodes
+    if not tokens and state.starved_s >= state.max_defer_s:
+        head = state.demands[0]
+        reason = Reason.AGED
+        tokens = min(head.remaining, max(head.minimum, AGED_TOKENS))
+        shape = shape.with_prefill(tokens, head.cached)
+    return Decision(
+        reason=reason,
+        prefill_tokens=tokens,
+        predicted_s=model.predict_s(shape) if model else None,
+        slo_s=state.slo_s,
+        decode_only_s=state.decode_only_s,
+        holds_admission=bool(fill and fill.holds_admission),
+    )
