@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -23,66 +23,66 @@ _HIT_STEPS = 16
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
     """The next step as it stands before vLLM schedules it.
 
     Attributes:
-        decode_ids: Requests that will decode.
-        decodes: Their part of the step.
+        decode_needs: Tokens that each decode will get, by request id; 0 for one that must wait
+            for a step in flight.
+        decodes: The decodes' part of the step.
         prefills: Admitted requests that still prefill, with the tokens they need, in vLLM's order.
         is_sorted: Whether every decode stands before every prefill in ``running``.
     """
 
-    decode_ids: set[str]
+    decode_needs: Mapping[str, int]
     decodes: BatchShape
-    prefills: list[tuple[Request, int]]
+    prefills: Sequence[tuple[Request, int]]
     is_sorted: bool
 
 
 def read_composition(scheduler: VllmScheduler) -> Composition:
-    """Return who decodes and who prefills in the next step, with exact token counts."""
-    decode_ids: set[str] = set()
+    """Return who decodes and who prefills in the next step, with exact token counts.
+
+    The counts are those of vLLM's own loop over ``running`` (0.28-0.33) under an unlimited budget.
+    """
+    next_step = scheduler.current_step + 1  # schedule() counts up on entry
+    longest = scheduler.max_model_len - getattr(scheduler, "num_sampled_tokens_per_step", 1)
+    decode_needs: dict[str, int] = {}
     prefills: list[tuple[Request, int]] = []
-    tokens = context = 0
+    context = 0
     is_sorted = True
     for request in scheduler.running:
+        computed = request.num_computed_tokens
+        placeholders = request.num_output_placeholders
+        if placeholders and _is_finishing(request, computed, placeholders):
+            continue
+        needed = max(0, min(request.num_tokens_with_spec + placeholders, longest) - computed)
+        if request.next_decode_eligible_step > next_step:
+            needed = 0
         if request.is_prefill_chunk:
-            prefills.append((request, tokens_needed(scheduler, request)))
-            continue
-        if _is_finishing(request):
-            continue
-        is_sorted = is_sorted and not prefills
-        decode_ids.add(request.request_id)
-        tokens += tokens_needed(scheduler, request)
-        context += request.num_computed_tokens
-    decodes = BatchShape(decode_seqs=len(decode_ids), decode_tokens=tokens, decode_context=context)
-    return Composition(decode_ids, decodes, prefills, is_sorted)
-
-
-def tokens_needed(scheduler: VllmScheduler, request: Request) -> int:
-    """Return the tokens that an unlimited budget would give a running request in the next step."""
-    # schedule() counts current_step up on entry (vLLM 0.24-0.33).
-    if scheduler.current_step + 1 < request.next_decode_eligible_step or _is_finishing(request):
-        return 0
-    computed = request.num_computed_tokens
-    wanted = request.num_tokens_with_spec + request.num_output_placeholders - computed
-    most = scheduler.max_model_len - computed - scheduler.num_sampled_tokens_per_step
-    return max(0, int(min(wanted, most)))
-
-
-def _is_finishing(request: Request) -> bool:
-    # Async scheduling: the step in flight already brings the last token (vLLM's own rule).
-    placeholders = request.num_output_placeholders
-    return bool(
-        placeholders > 0
-        and request.num_computed_tokens + 2 - placeholders
-        >= request.num_prompt_tokens + request.max_tokens
+            prefills.append((request, needed))
+        else:
+            is_sorted = is_sorted and not prefills
+            decode_needs[request.request_id] = needed
+            context += computed
+    decodes = BatchShape(
+        decode_seqs=len(decode_needs),
+        decode_tokens=sum(decode_needs.values()),
+        decode_context=context,
+    )
+    return Composition(
+        decode_needs=decode_needs, decodes=decodes, prefills=prefills, is_sorted=is_sorted
     )
 
 
+def _is_finishing(request: Request, computed: int, placeholders: int) -> bool:
+    # Async scheduling: the step in flight already brings the last token (vLLM's own rule).
+    return bool(computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens)
+
+
 def read_demands(
-    scheduler: VllmScheduler, prefills: list[tuple[Request, int]]
+    scheduler: VllmScheduler, prefills: Sequence[tuple[Request, int]]
 ) -> tuple[tuple[PrefillDemand, ...], bool]:
     """Return who wants prefill tokens, and whether any of them could use some.
 
@@ -103,16 +103,10 @@ def read_demands(
         for request, needed in prefills[:MOST_DEMANDS]
         if needed
     ]
-    could_use = bool(demands)
-    if len(demands) < MOST_DEMANDS:
-        for request in islice(_admissible(scheduler), MOST_DEMANDS - len(demands)):
-            demand = _waiting_demand(scheduler, request)
-            demands.append(demand)
-            could_use = could_use or (
-                request.status in _READY
-                and request.lora_request is None
-                and _has_blocks_for(scheduler, demand)
-            )
+    waiting = list(islice(_admissible(scheduler), MOST_DEMANDS - len(demands)))
+    # vLLM stops at the first waiting request that it cannot admit.
+    could_use = bool(demands) or (bool(waiting) and _could_start(scheduler, waiting[0]))
+    demands += [_waiting_demand(scheduler, request) for request in waiting]
     return tuple(demands), could_use
 
 
@@ -174,9 +168,11 @@ def _prefix_hit_tokens(scheduler: VllmScheduler, request: Request) -> int:
     return known[1]
 
 
-def _has_blocks_for(scheduler: VllmScheduler, demand: PrefillDemand) -> bool:
+def _could_start(scheduler: VllmScheduler, request: Request) -> bool:
+    if request.status not in _READY or request.lora_request is not None:
+        return False
     free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    return bool((free_blocks - 1) * scheduler.block_size > demand.remaining + demand.cached)
+    return bool((free_blocks - 1) * scheduler.block_size > request.num_tokens)
 
 
 def read_scheduled(
@@ -186,14 +182,14 @@ def read_scheduled(
     granted = output.num_scheduled_tokens
     decodes = before.decodes
     if output.total_num_scheduled_tokens == decodes.decode_tokens and all(
-        request_id in before.decode_ids for request_id in granted
+        request_id in before.decode_needs for request_id in granted
     ):
         return decodes
     chunks = []
     seqs = tokens = context = 0
     for request_id, new in granted.items():
         computed_before = scheduler.requests[request_id].num_computed_tokens - new
-        if request_id in before.decode_ids:
+        if request_id in before.decode_needs:
             seqs += 1
             tokens += new
             context += computed_before

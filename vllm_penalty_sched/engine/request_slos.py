@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_penalty_sched.settings import RequestSlo
@@ -34,7 +35,9 @@ class RequestSlos:
         if slo.tbt_slo_s is not None or slo.ttft_slo_s is not None:
             self._slos[request.request_id] = slo
 
-    def tightest_tbt_s(self, decode_ids: set[str], requests: dict[str, Request]) -> float | None:
+    def tightest_tbt_s(
+        self, decode_needs: Mapping[str, int], requests: dict[str, Request]
+    ) -> float | None:
         """Return the tightest of the decoding requests' own TBT SLOs, seconds; None without any."""
         if not self._slos:
             return None
@@ -43,6 +46,6 @@ class RequestSlos:
         own_s = [
             slo.tbt_slo_s
             for request_id, slo in self._slos.items()
-            if request_id in decode_ids and slo.tbt_slo_s is not None
+            if request_id in decode_needs and slo.tbt_slo_s is not None
         ]
         return min(own_s, default=None)
