@@ -122,13 +122,17 @@ class StepTimeModel:
             for name, value in zip(TERMS, self._coefficients, strict=bool(self._coefficients))
         }
 
-    def observe(self, shape: BatchShape, seconds: float) -> None:
+    def observe(self, shape: BatchShape, seconds: float) -> float | None:
         """Learn from one step that ran; takes microseconds, and a solve every few steps.
+
+        Returns:
+            What was predicted for it before, seconds; None if it is the first.
 
         Raises:
             ConfigError: If the shape has no token, or ``seconds`` is not finite and positive.
         """
         _check_sample(shape, seconds)
+        predicted_s = None
         if self.is_fitted:
             predicted_s = self.predict_s(shape)
             self._judged.append((predicted_s, seconds))
@@ -136,6 +140,7 @@ class StepTimeModel:
         self._add(shape, seconds / self._speed, fade=_FADE)
         if self.samples <= _SOLVE_EACH or self.samples % _SOLVE_EVERY == 0:
             self._solve()
+        return predicted_s
 
     def fit(self, shapes: Sequence[BatchShape], seconds: Sequence[float]) -> StepTimeModel:
         """Forget everything and fit all samples at once; ``observe`` may go on from there.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.cold_start import FIRST_CHUNK_TOKENS, ColdStart
-from vllm_penalty_sched.latency import StepTimeModel
+from vllm_penalty_sched.latency import MAX_PREFILL_TOKENS, StepTimeModel
 from vllm_penalty_sched.margin import ConformalMargin
 from vllm_penalty_sched.policy import Decision, PrefillDemand, Reason, StepState, decide
 from vllm_penalty_sched.settings import Settings
@@ -73,6 +73,7 @@ class Planner:
             slo_is_fixed=load.own_slo_s is not None or self._settings.tbt_slo_ms is not None,
             margin=self.margin.relative,
             most_tokens=self._most_tokens(load.decodes, slo_s),
+            seen_tokens=max(FIRST_CHUNK_TOKENS, self.model.largest_prefill_tokens),
             base_tokens=load.base_tokens,
             starved_s=_since(self._starving_since_s, now_s),
             held_s=_since(self._held_since_s, now_s),
@@ -108,15 +109,15 @@ class Planner:
         if self._warm_up_left:
             self._warm_up_left -= 1
             return
-        slo_s = decision.slo_s if decision else None
-        if shape.prefills and shape.decode_seqs and not self.is_cold:
-            self._learn_margin(shape, seconds, decision)
-        self.model.observe(shape, seconds)
+        was_cold = self.is_cold
+        predicted_s = self.model.observe(shape, seconds)
+        if shape.prefills and shape.decode_seqs and predicted_s is not None and not was_cold:
+            self._learn_margin(shape, seconds, predicted_s, decision)
         self._cold_start.observe(
             decode_seqs=shape.decode_seqs,
             prefill_tokens=shape.prefill_tokens,
             seconds=seconds,
-            slo_s=slo_s,
+            slo_s=decision.slo_s if decision else None,
         )
 
     def slo_s(self, own_slo_s: float | None, decode_only_s: float | None) -> float | None:
@@ -138,16 +139,11 @@ class Planner:
         return self._cold_start.decode_only_s if self.is_cold else self.model.predict_s(decodes)
 
     def _most_tokens(self, decodes: BatchShape, slo_s: float | None) -> int:
-        if slo_s is None or not decodes.decode_seqs:
+        if not self.is_cold:
+            return MAX_PREFILL_TOKENS
+        if slo_s is None:
             return 0
-        if self.is_cold:
-            return self._cold_start.probe_tokens(decode_seqs=decodes.decode_seqs, slo_s=slo_s)
-        # Beyond what was seen, time is taken to grow at least in proportion.
-        seen_tokens = max(FIRST_CHUNK_TOKENS, self.model.largest_prefill_tokens)
-        seen_s = self.model.penalty_s(decodes.with_prefill(seen_tokens, 0))
-        spare_s = slo_s / (1.0 + self.margin.relative) - self.model.predict_s(decodes)
-        growth = min(2.0, max(1.0, spare_s / seen_s)) if seen_s > 0.0 else 2.0
-        return int(growth * seen_tokens)
+        return self._cold_start.probe_tokens(decode_seqs=decodes.decode_seqs, slo_s=slo_s)
 
     def _unstalled(self, decision: Decision, load: StepLoad) -> Decision:
         # No known case in vLLM 0.28-0.33 is left to this; it guards against the unknown ones.
@@ -157,21 +153,21 @@ class Planner:
         tokens = min(load.base_tokens, decision.prefill_tokens << min(doublings, 20))
         return replace(decision, reason=Reason.STALLED, prefill_tokens=tokens, predicted_s=None)
 
-    def _learn_margin(self, shape: BatchShape, seconds: float, decision: Decision | None) -> None:
-        predicted_s = self.model.predict_s(shape)
+    def _learn_margin(
+        self, shape: BatchShape, seconds: float, predicted_s: float, decision: Decision | None
+    ) -> None:
         slo_s = decision.slo_s if decision else None
-        if slo_s is not None and _is_stall(
-            seconds - predicted_s, self.model.predict_s(shape.without_prefill()), slo_s
-        ):
+        overran = slo_s is not None and seconds > slo_s
+        if overran and self._is_stall(shape, seconds - predicted_s, slo_s):
             return
-        planned = decision is not None and decision.reason is Reason.SLO
-        overran = seconds > slo_s if planned and slo_s is not None else None
-        self.margin.observe(seconds / predicted_s - 1.0, overran=overran)
+        was_planned = decision is not None and decision.reason is Reason.SLO
+        residual = seconds / predicted_s - 1.0
+        self.margin.observe(residual, overran=overran if was_planned else None)
 
-
-def _is_stall(excess_s: float, decode_only_s: float, slo_s: float) -> bool:
-    """Whether no budget could have held the SLO: the step would have overrun without prefill."""
-    return excess_s > 0.0 and decode_only_s < slo_s < decode_only_s + excess_s
+    def _is_stall(self, shape: BatchShape, excess_s: float, slo_s: float | None) -> bool:
+        """Whether no budget could have held the SLO: it would have overrun without prefill."""
+        decode_only_s = self.model.predict_s(shape.without_prefill())
+        return slo_s is not None and decode_only_s < slo_s < decode_only_s + excess_s
 
 
 def _since(start_s: float | None, now_s: float) -> float:

@@ -12,6 +12,8 @@ from vllm_penalty_sched.batch import BatchShape
 USEFUL_TOKENS = 8
 # What a prefill gets after it was deferred for as long as allowed.
 AGED_TOKENS = 32
+# A budget grows at most by this factor over the largest that was seen to run.
+MOST_GROWTH = 2.0
 # When decode-only steps overrun by themselves, prefills may lengthen them by this share.
 TRICKLE_SHARE = 0.25
 
@@ -70,6 +72,7 @@ class StepState:
         slo_is_fixed: Whether it was set by someone, and not derived from the decode-only time.
         margin: Share by which predictions are raised.
         most_tokens: The most prefill tokens to dare.
+        seen_tokens: Most prefill tokens of a step that the model has learned from.
         base_tokens: The engine's own token budget for a step.
         starved_s: How long prefills have made no progress.
         held_s: How long admission has been held.
@@ -83,6 +86,7 @@ class StepState:
     slo_is_fixed: bool
     margin: float
     most_tokens: int
+    seen_tokens: int
     base_tokens: int
     starved_s: float
     held_s: float
@@ -139,7 +143,10 @@ def decide(state: StepState, model: StepTimes | None) -> Decision:
         limit_s = state.decode_only_s * (1.0 + TRICKLE_SHARE)
     else:
         limit_s = state.slo_s / (1.0 + state.margin)
-    fill = _fill(state, model, limit_s, infeasible=infeasible)
+    fill = _fill(state, model, limit_s, state.most_tokens, infeasible=infeasible)
+    if model is not None and fill.tokens > state.seen_tokens:
+        daring = _within_proportion(state, model, limit_s)
+        fill = _fill(state, model, limit_s, daring, infeasible=infeasible)
     return _aged_or(state, _reason(fill, model, infeasible=infeasible), fill=fill, model=model)
 
 
@@ -153,9 +160,16 @@ def _reason(fill: _Fill, model: StepTimes | None, *, infeasible: bool) -> Reason
     return Reason.FITS if fill.is_complete else Reason.SLO
 
 
-def _fill(state: StepState, model: StepTimes | None, limit_s: float, *, infeasible: bool) -> _Fill:
+def _fill(
+    state: StepState,
+    model: StepTimes | None,
+    limit_s: float,
+    most_tokens: int,
+    *,
+    infeasible: bool,
+) -> _Fill:
     shape = state.decodes
-    room = min(state.most_tokens, state.base_tokens - shape.decode_tokens)
+    room = min(most_tokens, state.base_tokens - shape.decode_tokens)
     tokens = 0
     for demand in state.demands:
         if demand.is_waiting and _must_hold(state, shape, demand, model, infeasible=infeasible):
@@ -170,6 +184,16 @@ def _fill(state: StepState, model: StepTimes | None, limit_s: float, *, infeasib
         if fits < demand.remaining:
             return _Fill(tokens, shape, False, False)
     return _Fill(tokens, shape, True, False)
+
+
+def _within_proportion(state: StepState, model: StepTimes, limit_s: float) -> int:
+    """Return the tokens that hold the limit if time grows in proportion beyond what was seen."""
+    decode_only_s = model.predict_s(state.decodes)
+    seen_s = model.predict_s(state.decodes.with_prefill(state.seen_tokens, 0)) - decode_only_s
+    spare_s = limit_s - decode_only_s
+    if spare_s >= MOST_GROWTH * seen_s:
+        return int(MOST_GROWTH * state.seen_tokens)
+    return int(state.seen_tokens * max(1.0, spare_s / seen_s))
 
 
 def _least(demand: PrefillDemand) -> int:

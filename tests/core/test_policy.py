@@ -25,6 +25,7 @@ STATE = StepState(
     slo_is_fixed=True,
     margin=0.1,
     most_tokens=10_000,
+    seen_tokens=10_000,
     base_tokens=8192,
     starved_s=0.0,
     held_s=0.0,
@@ -55,6 +56,7 @@ def states(draw: st.DrawFn) -> StepState:
         slo_is_fixed=draw(st.booleans()),
         margin=draw(st.floats(-0.5, 1.0)),
         most_tokens=draw(st.integers(0, 20_000)),
+        seen_tokens=draw(st.integers(1, 20_000)),
         base_tokens=draw(st.integers(decodes.decode_tokens, 20_000)),
         starved_s=draw(st.floats(0.0, 10.0)),
         held_s=draw(st.floats(0.0, 10.0)),
@@ -198,3 +200,10 @@ def test_a_newcomer_whose_decode_would_break_the_slo_is_held_but_not_for_ever() 
     assert (held.reason, held.holds_admission, held.prefill_tokens) == (Reason.HELD, True, 0)
     assert not decide(replace(state, held_s=1.0), FITTED).holds_admission
     assert not decide(replace(state, slo_is_fixed=False), FITTED).holds_admission
+
+
+def test_beyond_what_was_seen_a_budget_grows_at_most_in_proportion() -> None:
+    generous = replace(STATE, slo_s=1.0)
+
+    assert decide(replace(generous, seen_tokens=100), FITTED).prefill_tokens == 200
+    assert decide(replace(generous, seen_tokens=5000), FITTED).prefill_tokens == 5000
