@@ -16,6 +16,8 @@ _LEVEL_STEP = 0.005
 # model was still learning, say nothing about it later.
 _ENOUGH, _UNSETTLED = 64, 24
 _COLD_MARGIN = 0.15
+# A residual this many times further above the median than the 95th percentile is a stall.
+_STALL_FACTOR, _STALL_LEAST = 4.0, 0.25
 _MOST = 1.0
 
 
@@ -23,7 +25,12 @@ class ConformalMargin:
     """A running upper quantile of the relative residuals of mixed steps.
 
     Its level is steered so that the long-run share of planned steps that overrun equals
-    ``miss_rate``: a guarantee on average over time, not for any single step.
+    ``miss_rate``: a guarantee on average over time, not for any single step. Stalls, steps far
+    outside of what the others spread over, are left out: no smaller chunk would have prevented
+    them, and answering them with one would cost throughput for nothing.
+
+    Attributes:
+        stalls: Steps left out.
 
     References:
         Gibbs and Candès, "Adaptive Conformal Inference Under Distribution Shift", NeurIPS 2021.
@@ -34,6 +41,7 @@ class ConformalMargin:
             raise ConfigError(f"miss_rate must be in (0, 1), got {miss_rate}")
         self._miss_rate = miss_rate
         self._level = miss_rate
+        self.stalls = 0
         self._unsettled: deque[float] = deque(maxlen=_UNSETTLED // 3)
         self._unsettled_left = _UNSETTLED
         self._recent: deque[float] = deque()
@@ -68,6 +76,9 @@ class ConformalMargin:
             return
         if self._unsettled:
             self._unsettled.popleft()
+        if self._is_stall(residual):
+            self.stalls += 1
+            return
         if len(self._recent) == _WINDOW:
             oldest = self._recent.popleft()
             del self._sorted[bisect_left(self._sorted, oldest)]
@@ -76,3 +87,36 @@ class ConformalMargin:
         if overran is not None:
             self._level += _LEVEL_STEP * (self._miss_rate - overran)
             self._level = min(0.5, max(-10.0 * _LEVEL_STEP, self._level))
+
+    def _is_stall(self, residual: float) -> bool:
+        count = len(self._sorted)
+        if count < _ENOUGH:
+            return False
+        middle = self._sorted[count // 2]
+        spread = self._sorted[int(0.95 * count)] - middle
+        return residual > max(_STALL_LEAST, middle + _STALL_FACTOR * spread)
+
+
+# A step slower than predicted by less than this (log) is noise; more of it is taken to last.
+_SLOW_LOG, _SLOW_RATE, _SLOWEST_LOG = 0.15, 0.7, 1.5
+
+
+class Slowdown:
+    """How much slower than usual the machine is right now, beyond ordinary noise.
+
+    What slows one step down (another tenant, a full bus) mostly slows the next ones too: the
+    factor rises with one slow step and is gone a few steps after the last.
+    """
+
+    def __init__(self) -> None:
+        self._log = 0.0
+
+    @property
+    def factor(self) -> float:
+        """Expected ratio of a step's time to its prediction, at least 1."""
+        return math.exp(self._log)
+
+    def observe(self, residual: float) -> None:
+        """Take in a step's measured over predicted time, minus 1; above -1."""
+        slow = min(_SLOWEST_LOG, max(0.0, math.log1p(residual) - _SLOW_LOG))
+        self._log += _SLOW_RATE * (slow - self._log)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.cold_start import FIRST_CHUNK_TOKENS, ColdStart
 from vllm_penalty_sched.latency import MAX_PREFILL_TOKENS, StepTimeModel
-from vllm_penalty_sched.margin import ConformalMargin
+from vllm_penalty_sched.margin import ConformalMargin, Slowdown
 from vllm_penalty_sched.policy import Decision, PrefillDemand, Reason, StepState, decide
 from vllm_penalty_sched.settings import Settings
 
@@ -44,6 +44,7 @@ class Planner:
     def __init__(self, settings: Settings, model: StepTimeModel | None = None) -> None:
         self.model = model or StepTimeModel()
         self.margin = ConformalMargin(settings.miss_rate)
+        self.slowdown = Slowdown()
         self._settings = settings
         self._cold_start = ColdStart(is_over=self.model.mixed_samples >= _KNOWN_MIXED_STEPS)
         self._warm_up_left = _WARM_UP_STEPS
@@ -72,6 +73,7 @@ class Planner:
             slo_s=slo_s,
             slo_is_fixed=load.own_slo_s is not None or self._settings.tbt_slo_ms is not None,
             margin=self.margin.relative,
+            slowdown=self.slowdown.factor,
             most_tokens=self._most_tokens(load.decodes, slo_s),
             seen_tokens=max(FIRST_CHUNK_TOKENS, self.model.largest_prefill_tokens),
             base_tokens=load.base_tokens,
@@ -98,27 +100,31 @@ class Planner:
         fruitless = was_granted and not prefill_tokens
         self._fruitless_steps = self._fruitless_steps + 1 if fruitless else 0
 
-    def learn(self, shape: BatchShape, seconds: float, decision: Decision | None) -> None:
+    def learn(self, shape: BatchShape, seconds: float, decision: Decision | None) -> float | None:
         """Learn from a step that ran.
 
         Args:
             shape: What it computed, at least one token.
             seconds: How long it took, finite and positive.
             decision: The decision that it ran under, if any.
+
+        Returns:
+            What the model predicted for it before, seconds; None if it could not.
         """
         if self._warm_up_left:
             self._warm_up_left -= 1
-            return
+            return None
         was_cold = self.is_cold
         predicted_s = self.model.observe(shape, seconds)
-        if shape.prefills and shape.decode_seqs and predicted_s is not None and not was_cold:
-            self._learn_margin(shape, seconds, predicted_s, decision)
+        if shape.decode_seqs and predicted_s is not None and not was_cold:
+            self._learn_noise(shape, seconds, predicted_s, decision)
         self._cold_start.observe(
             decode_seqs=shape.decode_seqs,
             prefill_tokens=shape.prefill_tokens,
             seconds=seconds,
             slo_s=decision.slo_s if decision else None,
         )
+        return predicted_s
 
     def slo_s(self, own_slo_s: float | None, decode_only_s: float | None) -> float | None:
         """Return the tightest SLO of those that apply, seconds; None while unsettled."""
@@ -153,21 +159,16 @@ class Planner:
         tokens = min(load.base_tokens, decision.prefill_tokens << min(doublings, 20))
         return replace(decision, reason=Reason.STALLED, prefill_tokens=tokens, predicted_s=None)
 
-    def _learn_margin(
+    def _learn_noise(
         self, shape: BatchShape, seconds: float, predicted_s: float, decision: Decision | None
     ) -> None:
-        slo_s = decision.slo_s if decision else None
-        overran = slo_s is not None and seconds > slo_s
-        if overran and self._is_stall(shape, seconds - predicted_s, slo_s):
-            return
-        was_planned = decision is not None and decision.reason is Reason.SLO
-        residual = seconds / predicted_s - 1.0
-        self.margin.observe(residual, overran=overran if was_planned else None)
-
-    def _is_stall(self, shape: BatchShape, excess_s: float, slo_s: float | None) -> bool:
-        """Whether no budget could have held the SLO: it would have overrun without prefill."""
-        decode_only_s = self.model.predict_s(shape.without_prefill())
-        return slo_s is not None and decode_only_s < slo_s < decode_only_s + excess_s
+        ratio = seconds / predicted_s
+        if shape.prefills:
+            overran = None
+            if decision is not None and decision.reason is Reason.SLO:
+                overran = decision.slo_s is not None and seconds > decision.slo_s
+            self.margin.observe(ratio / self.slowdown.factor - 1.0, overran=overran)
+        self.slowdown.observe(ratio - 1.0)
 
 
 def _since(start_s: float | None, now_s: float) -> float:

@@ -14,6 +14,8 @@ USEFUL_TOKENS = 8
 AGED_TOKENS = 32
 # A budget grows at most by this factor over the largest that was seen to run.
 MOST_GROWTH = 2.0
+# The margin leaves prefills at least this share of the time between decode-only and SLO.
+LEAST_ROOM_SHARE = 1 / 3
 # When decode-only steps overrun by themselves, prefills may lengthen them by this share.
 TRICKLE_SHARE = 0.25
 
@@ -70,7 +72,8 @@ class StepState:
         decode_only_s: Expected time of the step without prefill; None while unknown.
         slo_s: The SLO in force; None while it is not settled.
         slo_is_fixed: Whether it was set by someone, and not derived from the decode-only time.
-        margin: Share by which predictions are raised.
+        margin: Share by which predictions are raised, for noise.
+        slowdown: Factor by which steps take longer right now, at least 1.
         most_tokens: The most prefill tokens to dare.
         seen_tokens: Most prefill tokens of a step that the model has learned from.
         base_tokens: The engine's own token budget for a step.
@@ -85,6 +88,7 @@ class StepState:
     slo_s: float | None
     slo_is_fixed: bool
     margin: float
+    slowdown: float
     most_tokens: int
     seen_tokens: int
     base_tokens: int
@@ -142,12 +146,19 @@ def decide(state: StepState, model: StepTimes | None) -> Decision:
     if infeasible:
         limit_s = state.decode_only_s * (1.0 + TRICKLE_SHARE)
     else:
-        limit_s = state.slo_s / (1.0 + state.margin)
+        limit_s = _limit_s(state.slo_s, state.decode_only_s, state)
     fill = _fill(state, model, limit_s, state.most_tokens, infeasible=infeasible)
     if model is not None and fill.tokens > state.seen_tokens:
         daring = _within_proportion(state, model, limit_s)
         fill = _fill(state, model, limit_s, daring, infeasible=infeasible)
     return _aged_or(state, _reason(fill, model, infeasible=infeasible), fill=fill, model=model)
+
+
+def _limit_s(slo_s: float, decode_only_s: float, state: StepState) -> float:
+    """Return the longest predicted time that is expected to hold the SLO."""
+    # However noisy the machine, some room stays: decode-only steps overrun from noise as well.
+    least_s = decode_only_s + LEAST_ROOM_SHARE * (slo_s - decode_only_s)
+    return max(least_s, slo_s / (1.0 + state.margin)) / state.slowdown
 
 
 def _reason(fill: _Fill, model: StepTimes | None, *, infeasible: bool) -> Reason:

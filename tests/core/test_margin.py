@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_penalty_sched import ConfigError
-from vllm_penalty_sched.margin import ConformalMargin
+from vllm_penalty_sched.margin import ConformalMargin, Slowdown
 
 
 def overrun_share(noise: list[float], miss_rate: float, *, skipped: int) -> tuple[float, float]:
@@ -74,3 +74,45 @@ def test_the_margin_stays_within_its_bounds(steps: list) -> None:
 def test_an_impossible_miss_rate_is_refused(miss_rate: float) -> None:
     with pytest.raises(ConfigError, match="miss_rate"):
         ConformalMargin(miss_rate)
+
+
+def test_a_stall_is_counted_and_not_answered_with_smaller_chunks() -> None:
+    rng = np.random.default_rng(2)
+    calm, stalling = ConformalMargin(0.01), ConformalMargin(0.01)
+    for step in range(2000):
+        residual = 0.03 * rng.standard_normal()
+        calm.observe(residual, overran=None)
+        stalling.observe(3.0 if step % 50 == 49 else residual, overran=None)
+
+    assert stalling.stalls >= 35
+    assert stalling.relative == pytest.approx(calm.relative, abs=0.02)
+
+
+def test_a_tenth_of_the_steps_being_slow_is_noise_and_not_stalls() -> None:
+    rng = np.random.default_rng(3)
+    margin = ConformalMargin(0.01)
+    for step in range(2000):
+        margin.observe((0.5 if step % 10 == 9 else 0.0) + 0.02 * rng.random(), overran=None)
+
+    assert margin.stalls == 0
+    assert margin.relative > 0.45
+
+
+def test_a_slow_step_is_taken_to_last_and_forgotten_a_few_steps_after_the_last() -> None:
+    slowdown = Slowdown()
+    for residual in (2.0, 2.0):
+        slowdown.observe(residual)
+    while_slow = slowdown.factor
+    for _ in range(5):
+        slowdown.observe(0.02)
+
+    assert while_slow > 2.0
+    assert slowdown.factor < 1.01
+
+
+def test_ordinary_noise_is_no_slowdown() -> None:
+    slowdown = Slowdown()
+    for residual in (0.1, -0.5, 0.15, 0.0):
+        slowdown.observe(residual)
+
+    assert slowdown.factor == 1.0

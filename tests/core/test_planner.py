@@ -10,6 +10,7 @@ from vllm_penalty_sched.policy import Decision, PrefillDemand, Reason
 
 DECODES = BatchShape(decode_seqs=8, decode_tokens=8, decode_context=8 * 500)
 LONG = PrefillDemand(remaining=100_000, cached=0)
+NO_ROOM_MS = 1e3 * FITTED.predict_s(DECODES.with_prefill(1, 0)) + 1e-3
 
 
 def load_of(
@@ -97,7 +98,7 @@ def test_a_known_model_needs_no_cold_start() -> None:
 
 
 def test_prefills_that_made_no_progress_get_a_chunk_when_max_defer_is_over() -> None:
-    planner = Planner(Settings(tbt_slo_ms=9.7, max_defer_s=0.5), FITTED)
+    planner = Planner(Settings(tbt_slo_ms=NO_ROOM_MS, max_defer_s=0.5), FITTED)
 
     ran = run(planner, load_of(LONG), 200, gpu_like_s)
 
@@ -139,7 +140,7 @@ def test_a_budget_that_nobody_could_use_is_raised_until_somebody_does() -> None:
 
 
 def test_a_clock_that_goes_backwards_harms_nothing() -> None:
-    planner = Planner(Settings(tbt_slo_ms=9.7), FITTED)
+    planner = Planner(Settings(tbt_slo_ms=NO_ROOM_MS), FITTED)
     load = load_of(LONG)
     for now_s in (5.0, 3.0, -10.0, 4.0):
         decision = planner.plan(load, now_s)

@@ -24,6 +24,7 @@ STATE = StepState(
     slo_s=3 * DECODE_ONLY_S,
     slo_is_fixed=True,
     margin=0.1,
+    slowdown=1.0,
     most_tokens=10_000,
     seen_tokens=10_000,
     base_tokens=8192,
@@ -55,6 +56,7 @@ def states(draw: st.DrawFn) -> StepState:
         slo_s=draw(st.none() | seconds),
         slo_is_fixed=draw(st.booleans()),
         margin=draw(st.floats(-0.5, 1.0)),
+        slowdown=draw(st.floats(1.0, 5.0)),
         most_tokens=draw(st.integers(0, 20_000)),
         seen_tokens=draw(st.integers(1, 20_000)),
         base_tokens=draw(st.integers(decodes.decode_tokens, 20_000)),
@@ -96,7 +98,9 @@ def test_a_budget_set_by_the_slo_is_predicted_to_hold_it(state: StepState) -> No
 
     if decision.reason in (Reason.SLO, Reason.FITS):
         assert state.slo_s is not None
-        limit_s = state.slo_s / (1 + state.margin)
+        assert state.decode_only_s is not None
+        least_room_s = state.decode_only_s + (state.slo_s - state.decode_only_s) / 3
+        limit_s = max(least_room_s, state.slo_s / (1 + state.margin)) / state.slowdown
         assert predicted_s(state, decision) <= limit_s * (1 + 1e-9)
 
 
@@ -207,3 +211,12 @@ def test_beyond_what_was_seen_a_budget_grows_at_most_in_proportion() -> None:
 
     assert decide(replace(generous, seen_tokens=100), FITTED).prefill_tokens == 200
     assert decide(replace(generous, seen_tokens=5000), FITTED).prefill_tokens == 5000
+
+
+def test_a_slow_machine_gets_smaller_chunks_and_a_noisy_one_keeps_some_room() -> None:
+    slow = decide(replace(STATE, slowdown=1.5), FITTED)
+    noisy = decide(replace(STATE, margin=50.0), FITTED)
+
+    assert slow.prefill_tokens < decide(STATE, FITTED).prefill_tokens
+    assert noisy.reason is Reason.SLO
+    assert noisy.predicted_s > 1.5 * DECODE_ONLY_S

@@ -33,6 +33,14 @@ def read_settings(vllm_config: VllmConfig) -> Settings:
     return Settings.from_json(text, source=source)
 
 
+def ranked_path(path: str, rank: int) -> str:
+    """Return a path of its own for each data-parallel rank: the first keeps the given name."""
+    if rank == 0:
+        return path
+    name = Path(path)
+    return str(name.with_name(f"{name.stem}.{rank}{name.suffix}"))
+
+
 def read_model(settings: Settings) -> StepTimeModel | None:
     """Return the saved model that the settings name, None for a cold start.
 

@@ -20,10 +20,11 @@ from vllm_penalty_sched.engine.composition import (
     read_demands,
     read_scheduled,
 )
-from vllm_penalty_sched.engine.configuration import read_model, read_settings
+from vllm_penalty_sched.engine.configuration import ranked_path, read_model, read_settings
 from vllm_penalty_sched.engine.decision_notes import DecisionNotes
 from vllm_penalty_sched.engine.request_slos import RequestSlos
 from vllm_penalty_sched.engine.step_timer import StepTimer
+from vllm_penalty_sched.engine.step_trace import StepTrace
 from vllm_penalty_sched.planner import Planner, StepLoad
 from vllm_penalty_sched.policy import Decision, PrefillDemand
 
@@ -70,6 +71,10 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         self._timer = StepTimer()
         self._slos = RequestSlos()
         self._notes = DecisionNotes(settings)
+        rank = self.parallel_config.data_parallel_index
+        self._trace = (
+            StepTrace(ranked_path(settings.trace_path, rank)) if settings.trace_path else None
+        )
 
     def add_request(self, request: Request) -> None:
         """Take in a request and the SLOs in its ``vllm_xargs``."""
@@ -177,8 +182,12 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
 
     def _learn(self, planner: Planner, output: SchedulerOutput, now_s: float) -> None:
         step = self._timer.completed(output, done_s=now_s)
-        if step is not None:
-            planner.learn(step.shape, step.seconds, step.decision)
+        if step is None:
+            return
+        predicted_s = planner.learn(step.shape, step.seconds, step.decision)
+        if self._trace is not None:
+            margin = planner.margin.relative
+            self._trace.add(step, done_s=now_s, predicted_s=predicted_s, margin=margin)
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run the plugin's own logic; an error of ours must not kill a serving engine."""

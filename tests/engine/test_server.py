@@ -1,0 +1,205 @@
+"""The real thing: ``vllm serve`` with our scheduler, the stock OpenAI client, vLLM's own benchmark.
+
+One server, started by examples/serve.sh, serves all tests of this file.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+from vllm_penalty_sched.errors import ServerError  # noqa: E402
+from vllm_penalty_sched.serving.client import StreamRequest, stream_load  # noqa: E402
+from vllm_penalty_sched.serving.server import (  # noqa: E402
+    CPU_ENGINE_ARGS,
+    ServerSpec,
+    serve,
+    serves_on_cpu,
+)
+from vllm_penalty_sched.serving.tiny_model import make_tiny_model  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SLO_MS, TIGHT_SLO_MS = 150.0, 45.0
+ENGINE_ARGS = CPU_ENGINE_ARGS if serves_on_cpu() else ()
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    model: str
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def served(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("server")
+    settings = folder / "settings.json"
+    settings.write_text(f'{{"tbt_slo_ms": {SLO_MS}}}')
+    spec = ServerSpec(
+        model=model,
+        log_path=folder / "server.log",
+        engine_args=ENGINE_ARGS,
+        scheduler_cls="vllm_penalty_sched.Scheduler",
+        additional_config={"penalty_sched": str(settings)},
+    )
+    with serve(spec) as server:
+        yield Served(server.url, server.model, spec.log_path)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 2000, length).tolist()
+
+
+def example(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_tightest_requests_slo_rules_and_the_budget_widens_when_it_ends(
+    served: Served,
+) -> None:
+    steady = [
+        StreamRequest(prompt_token_ids=prompt(32, seed), output_tokens=500) for seed in range(4)
+    ]
+    tight = StreamRequest(
+        prompt_token_ids=prompt(16, 50),
+        output_tokens=120,
+        send_at_s=2.0,
+        xargs={"tbt_slo_ms": TIGHT_SLO_MS},
+    )
+    long = [
+        StreamRequest(prompt_token_ids=prompt(3000, 100 + i), output_tokens=2, send_at_s=2.5)
+        for i in range(12)
+    ]
+
+    traces = stream_load(served.url, [*steady, tight, *long], model=served.model)
+
+    assert [trace.error for trace in traces] == [None] * len(traces)
+    tight_s = np.array(traces[4].arrivals_s)
+    steady_s = np.array(traces[0].arrivals_s)
+    gaps_s = np.diff(steady_s)
+    while_tight = (steady_s[1:] > 3.5) & (steady_s[1:] < tight_s[-1])
+    last_long_s = max(trace.arrivals_s[0] for trace in traces[5:])
+    after_tight = (steady_s[1:] > tight_s[-1] + 0.5) & (steady_s[1:] < last_long_s)
+    assert while_tight.sum() > 20
+    assert after_tight.sum() > 20
+    assert np.median(gaps_s[while_tight]) <= 1e-3 * TIGHT_SLO_MS
+    assert np.median(gaps_s[after_tight]) > 1.5 * np.median(gaps_s[while_tight])
+    assert np.median(gaps_s[after_tight]) <= 1e-3 * SLO_MS
+
+
+def test_the_stock_openai_client_sends_an_slo_on_completions_and_chat(served: Served) -> None:
+    printed = example("request_slo.py", served.url)
+
+    assert len(re.findall(r"longest gap [\d.]+ ms", printed)) == 2
+
+
+@pytest.mark.parametrize("value", ["soon", -5, 0, [1]])
+def test_a_nonsense_slo_is_ignored_and_hurts_nobody_else(served: Served, value: object) -> None:
+    bad = StreamRequest(
+        prompt_token_ids=prompt(16, 1), output_tokens=20, xargs={"tbt_slo_ms": value}
+    )
+    good = StreamRequest(prompt_token_ids=prompt(16, 2), output_tokens=20)
+
+    traces = stream_load(served.url, [bad, good], model=served.model)
+
+    assert [trace.error for trace in traces] == [None, None]
+    assert [len(trace.arrivals_s) > 1 for trace in traces] == [True, True]
+    warnings = re.findall(r"WARNING.*tbt_slo_ms must be", served.log.read_text())
+    assert len(warnings) == 1
+
+
+def test_vllms_own_benchmark_runs_against_it(served: Served, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve",
+            "--backend", "openai", "--base-url", served.url, "--model", served.model,
+            "--dataset-name", "random", "--random-input-len", "256",
+            "--random-output-len", "32", "--num-prompts", "16", "--request-rate", "8",
+            "--ignore-eos", "--goodput", f"tpot:{SLO_MS}",
+        ],
+        capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"Successful requests:\s+16\b", done.stdout)
+    assert re.search(r"P99 ITL \(ms\):", done.stdout)
+
+
+def test_wrong_settings_stop_the_server_with_every_mistake_in_one_message(
+    model: str, tmp_path: Path
+) -> None:
+    spec = ServerSpec(
+        model=model,
+        log_path=tmp_path / "server.log",
+        engine_args=ENGINE_ARGS,
+        scheduler_cls="vllm_penalty_sched.Scheduler",
+        additional_config={"penalty_sched": {"tbt_slo_ms": -1, "mode": "fast", "speed": 9}},
+    )
+
+    with pytest.raises(ServerError), serve(spec):
+        pass
+
+    told = re.findall(r"ConfigError: .*", spec.log_path.read_text())
+    assert told
+    for part in ("tbt_slo_ms", "got -1", "mode", "got 'fast'", "speed"):
+        assert part in told[0]
+
+
+def test_the_serve_example_serves_a_model_of_its_own(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    port = "18173"
+    env = os.environ | {"PORT": port, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [str(EXAMPLES / "serve.sh")],
+            cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        printed = wait_for_answer(process, f"http://127.0.0.1:{port}")
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(30)
+
+    assert "asked for 30 ms" in printed, log.read_text()[-3000:]
+
+
+def wait_for_answer(process: subprocess.Popen, url: str) -> str:
+    deadline_s = time.monotonic() + 240
+    stop = threading.Event()
+    while process.poll() is None and time.monotonic() < deadline_s:
+        try:
+            return example("request_slo.py", url)
+        except AssertionError:
+            stop.wait(5.0)
+    return ""
+
+
+def test_the_offline_example_generates_and_tells_what_it_learned(model: str) -> None:
+    printed = example("offline.py", model)
+
+    assert "1600 tokens generated" in printed
+    assert re.search(r"learned from \d+ steps", printed)
