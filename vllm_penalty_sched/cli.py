@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from vllm_penalty_sched.errors import PenaltySchedError
 from vllm_penalty_sched.files import write_json
@@ -46,9 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a wrong option in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT_STATUS, f"{self.prog}: error: {message} (see --help)\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser: one block a subcommand, each with the function that runs it."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=PROGRAM, description="Tools around the vLLM scheduler that holds a decode latency SLO."
     )
     subcommands = parser.add_subparsers(title="subcommands", required=True, metavar="COMMAND")

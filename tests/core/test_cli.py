@@ -1,3 +1,5 @@
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +54,9 @@ def test_an_unknown_command_or_value_ends_with_status_2(
         main(arguments)
 
     assert ended.value.code == 2
-    assert "usage: vllm-penalty" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.startswith("vllm-penalty")
+    assert printed.count("\n") == 1
 
 
 def test_demo_options_reach_the_settings() -> None:
@@ -85,3 +89,42 @@ def test_make_model_writes_a_model_of_the_asked_size(
     assert status == 0
     assert (tmp_path / "model.safetensors").stat().st_size > 4 * 300 * 32
     assert "parameters" in capsys.readouterr().out
+
+
+def test_check_shows_the_settings_in_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good.json").write_text('{"tbt_slo_ms": 42}')
+
+    status = main(["check", str(tmp_path / "good.json"), "--json", str(tmp_path / "all.json")])
+
+    assert status == 0
+    assert re.search(r"tbt_slo_ms +42\b", capsys.readouterr().out)
+    in_force = json.loads((tmp_path / "all.json").read_text())
+    assert in_force["tbt_slo_ms"] == 42
+    assert in_force["tbt_slo_scale"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('{"tbt_slo_ms": -1, "mode": "go", "slo": 5}', ["tbt_slo_ms", "got -1", "'go'", "slo"]),
+        ('{"model": "no-such-model.json"}', ["no-such-model.json"]),
+        ("{", ["not JSON"]),
+        (None, ["No such file"]),
+    ],
+)
+def test_check_tells_every_mistake_in_one_line(
+    text: str | None, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.json"
+    if text is not None:
+        path.write_text(text)
+
+    status = main(["check", str(path)])
+
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.err.count("\n") == 1
+    for part in parts:
+        assert part in printed.err
