@@ -46,6 +46,8 @@ _FADE = 1.0 - 1.0 / 2000
 _RIDGE = 2e-3
 # Every step is solved for at first, then one in this many: a solve takes 0.1-0.3 ms.
 _SOLVE_EACH, _SOLVE_EVERY = 48, 8
+# After this many steps of a kind, one in so many is taken into the sums; the speed follows all.
+_TAKE_ALL, _TAKE_EVERY = 1000, 4
 # The machine's speed: followed slowly through drift, and at once when this many steps agree.
 _DRIFT_RATE, _DRIFT_CLIP, _JUMP_STEPS, _JUMP_LOG = 0.01, 0.1, 24, 0.08
 # Latest predictions that the figures of merit are about.
@@ -55,12 +57,13 @@ _JUDGED_STEPS = 500
 class _NormalEquations:
     """Fading sums of one kind of steps, for least squares on relative errors."""
 
-    __slots__ = ("gram", "moment", "samples")
+    __slots__ = ("gram", "moment", "offered", "samples")
 
     def __init__(self, learned: LearnedSums | None = None) -> None:
         self.gram = learned.gram if learned else np.zeros((len(TERMS), len(TERMS)))
         self.moment = learned.moment if learned else np.zeros(len(TERMS))
         self.samples = learned.samples if learned else 0
+        self.offered = 0
 
     def add(self, terms: NDArray[np.float64], target: float, *, fade: float) -> None:
         if fade != 1.0:
@@ -137,9 +140,12 @@ class StepTimeModel:
             predicted_s = self.predict_s(shape)
             self._judged.append((predicted_s, seconds))
             self._follow_speed(math.log(seconds / predicted_s), bool(shape.prefills))
-        self._add(shape, seconds / self._speed, fade=_FADE)
-        if self.samples <= _SOLVE_EACH or self.samples % _SOLVE_EVERY == 0:
-            self._solve()
+        sums = self._mixed if shape.prefills else self._decode_only
+        sums.offered += 1
+        if sums.samples < _TAKE_ALL or sums.offered % _TAKE_EVERY == 0:
+            self._add(shape, seconds / self._speed, fade=_FADE)
+            if self.samples <= _SOLVE_EACH or self.samples % _SOLVE_EVERY == 0:
+                self._solve()
         return predicted_s
 
     def fit(self, shapes: Sequence[BatchShape], seconds: Sequence[float]) -> StepTimeModel:
