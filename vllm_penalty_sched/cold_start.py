@@ -10,7 +10,7 @@ from vllm_penalty_sched.curve import PenaltyCurve
 # The published curve is trusted up to this many prefill tokens.
 FIRST_CHUNK_TOKENS = 64
 _DECODE_ONLY_STEPS = 4
-_MIXED_STEPS = 12
+_MIXED_STEPS = 8
 
 
 class ColdStart:

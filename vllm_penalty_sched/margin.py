@@ -15,7 +15,7 @@ _LEVEL_STEP = 0.005
 # Fewer residuals than this say little about their upper tail; the first ones, made while the
 # model was still learning, say nothing about it later.
 _ENOUGH, _UNSETTLED = 64, 24
-_COLD_MARGIN = 0.15
+_COLD_MARGIN = 0.35
 # A residual this many times further above the median than the 95th percentile is a stall.
 _STALL_FACTOR, _STALL_LEAST = 4.0, 0.25
 _MOST = 1.0

@@ -53,8 +53,8 @@ def test_an_overrun_halves_the_chunk() -> None:
     assert cold_start.probe_tokens(decode_seqs=8, slo_s=0.05) == tokens // 2
 
 
-def test_it_ends_after_a_dozen_mixed_steps() -> None:
-    assert len(play(after_decode_only(), 0.056, 3.5e-4)) == 12
+def test_it_ends_after_eight_mixed_steps() -> None:
+    assert len(play(after_decode_only(), 0.056, 3.5e-4)) == 8
 
 
 def test_steps_without_decodes_say_nothing_about_chunks() -> None:
