@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 
 from vllm_penalty_sched.errors import ConfigError
@@ -25,12 +25,12 @@ class ConformalMargin:
     """A running upper quantile of the relative residuals of mixed steps.
 
     Its level is steered so that the long-run share of planned steps that overrun equals
-    ``miss_rate``: a guarantee on average over time, not for any single step. Stalls, steps far
-    outside of what the others spread over, are left out: no smaller chunk would have prevented
-    them, and answering them with one would cost throughput for nothing.
+    ``miss_rate``: a guarantee on average over time, not for any single step. Stalls, rare steps
+    far outside of what the others spread over, are left out of it: no smaller chunk would have
+    prevented them, and answering them with one would cost throughput for nothing.
 
     Attributes:
-        stalls: Steps left out.
+        stalls: Stalls so far.
 
     References:
         Gibbs and Candès, "Adaptive Conformal Inference Under Distribution Shift", NeurIPS 2021.
@@ -39,9 +39,9 @@ class ConformalMargin:
     def __init__(self, miss_rate: float) -> None:
         if not 0.0 < miss_rate < 1.0:
             raise ConfigError(f"miss_rate must be in (0, 1), got {miss_rate}")
+        self.stalls = 0
         self._miss_rate = miss_rate
         self._level = miss_rate
-        self.stalls = 0
         self._unsettled: deque[float] = deque(maxlen=_UNSETTLED // 3)
         self._unsettled_left = _UNSETTLED
         self._recent: deque[float] = deque()
@@ -50,17 +50,9 @@ class ConformalMargin:
     @property
     def relative(self) -> float:
         """Share by which a prediction is to be raised, -0.5 to 1."""
-        count = len(self._sorted)
-        if count < _ENOUGH:
-            worst = max([*self._unsettled, *self._sorted[-1:]], default=0.0)
-            return min(_MOST, max(_COLD_MARGIN, 1.2 * worst))
-        # With the finite-sample correction of conformal prediction.
-        rank = math.ceil((count + 1) * (1.0 - self._level))
-        if rank <= count:
-            return min(_MOST, max(-0.5, self._sorted[max(rank, 1) - 1]))
-        # The level asks for more than was ever seen: go beyond it, further the longer it asks.
-        beyond = 1.0 + 0.1 * max(0.0, -self._level) / _LEVEL_STEP
-        return min(_MOST, max(0.01, self._sorted[-1]) * beyond)
+        if len(self._sorted) < _ENOUGH:
+            return min(_MOST, max(_COLD_MARGIN, self._early_worst()))
+        return min(_MOST, max(-0.5, self._quantile()))
 
     def observe(self, residual: float, *, overran: bool | None) -> None:
         """Learn from one mixed step.
@@ -76,9 +68,8 @@ class ConformalMargin:
             return
         if self._unsettled:
             self._unsettled.popleft()
-        if self._is_stall(residual):
+        if len(self._sorted) >= _ENOUGH and residual > self._stall_bound():
             self.stalls += 1
-            return
         if len(self._recent) == _WINDOW:
             oldest = self._recent.popleft()
             del self._sorted[bisect_left(self._sorted, oldest)]
@@ -88,13 +79,26 @@ class ConformalMargin:
             self._level += _LEVEL_STEP * (self._miss_rate - overran)
             self._level = min(0.5, max(-10.0 * _LEVEL_STEP, self._level))
 
-    def _is_stall(self, residual: float) -> bool:
+    def _early_worst(self) -> float:
+        # The second worst of few: a single stall is no noise.
+        early = sorted([*self._unsettled, *self._sorted[-2:]])
+        return 1.2 * early[-2] if len(early) > 1 else 0.0
+
+    def _quantile(self) -> float:
+        count = bisect_right(self._sorted, self._stall_bound())
+        # With the finite-sample correction of conformal prediction.
+        rank = math.ceil((count + 1) * (1.0 - self._level))
+        if rank <= count:
+            return self._sorted[max(rank, 1) - 1]
+        # The level asks for more than was ever seen: go beyond it, further the longer it asks.
+        beyond = 1.0 + 0.1 * max(0.0, -self._level) / _LEVEL_STEP
+        return max(0.01, self._sorted[count - 1]) * beyond
+
+    def _stall_bound(self) -> float:
         count = len(self._sorted)
-        if count < _ENOUGH:
-            return False
         middle = self._sorted[count // 2]
         spread = self._sorted[int(0.95 * count)] - middle
-        return residual > max(_STALL_LEAST, middle + _STALL_FACTOR * spread)
+        return max(_STALL_LEAST, middle + _STALL_FACTOR * spread)
 
 
 # A step slower than predicted by less than this (log) is noise; more of it is taken to last.
