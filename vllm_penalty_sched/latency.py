@@ -44,7 +44,7 @@ _FADE = 1.0 - 1.0 / 2000
 # Strength of the pull towards "all time is the floor", in samples: few steps must not be read as
 # a steep slope.
 _RIDGE = 2e-3
-# Every step is solved for at first, then one in this many: a solve takes 0.1-0.3 ms.
+# Every step of a kind is solved for at first, then one in so many: a solve takes 0.1-0.3 ms.
 _SOLVE_EACH, _SOLVE_EVERY = 48, 8
 # After this many steps of a kind, one in so many is taken into the sums; the speed follows all.
 _TAKE_ALL, _TAKE_EVERY = 1000, 4
@@ -144,7 +144,7 @@ class StepTimeModel:
         sums.offered += 1
         if sums.samples < _TAKE_ALL or sums.offered % _TAKE_EVERY == 0:
             self._add(shape, seconds / self._speed, fade=_FADE)
-            if self.samples <= _SOLVE_EACH or self.samples % _SOLVE_EVERY == 0:
+            if sums.samples <= _SOLVE_EACH or sums.samples % _SOLVE_EVERY == 0:
                 self._solve()
         return predicted_s
 

@@ -92,6 +92,18 @@ def test_a_long_decode_only_stretch_does_not_wear_out_what_mixed_steps_cost() ->
     assert model.predict_s(mixed) == pytest.approx(gpu_like_s(mixed), rel=0.05)
 
 
+def test_the_first_mixed_steps_count_at_once_however_many_decode_only_steps_went_before() -> None:
+    model = StepTimeModel()
+    decodes = BatchShape(decode_seqs=8, decode_tokens=8, decode_context=800)
+    for _ in range(101):
+        model.observe(decodes, 8e-3)
+    mixed = decodes.with_prefill(256, 0)
+
+    model.observe(mixed, 32e-3)
+
+    assert model.predict_s(mixed) == pytest.approx(32e-3, rel=0.1)
+
+
 def test_a_few_small_steps_are_not_read_as_a_flat_machine() -> None:
     model = StepTimeModel()
     decodes = BatchShape(decode_seqs=8, decode_tokens=8, decode_context=800)
