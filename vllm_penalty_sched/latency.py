@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from operator import mul
 from pathlib import Path
-from statistics import fmean, median, pvariance
+from statistics import fmean, pvariance
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from vllm_penalty_sched.features import (
     token_segments,
 )
 from vllm_penalty_sched.files import write_json
+from vllm_penalty_sched.machine_speed import MachineSpeed
 from vllm_penalty_sched.model_state import (
     LearnedSums,
     ModelState,
@@ -48,8 +49,6 @@ _RIDGE = 2e-3
 _SOLVE_EACH, _SOLVE_EVERY = 48, 8
 # After this many steps of a kind, one in so many is taken into the sums; the speed follows all.
 _TAKE_ALL, _TAKE_EVERY = 1000, 4
-# The machine's speed: followed slowly through drift, and at once when this many steps agree.
-_DRIFT_RATE, _DRIFT_CLIP, _JUMP_STEPS, _JUMP_LOG = 0.01, 0.1, 24, 0.08
 # Latest predictions that the figures of merit are about.
 _JUDGED_STEPS = 500
 
@@ -95,9 +94,8 @@ class StepTimeModel:
         self._decode_only = _NormalEquations()
         self._mixed = _NormalEquations()
         self.largest_prefill_tokens = 0
-        self._speed = 1.0
+        self._speed = MachineSpeed()
         self._judged: deque[tuple[float, float]] = deque(maxlen=_JUDGED_STEPS)
-        self._recent: deque[tuple[float, bool]] = deque(maxlen=_JUMP_STEPS)
         self._coefficients: list[float] = []
         self._bounds: list[float] = []
         self._intercepts: list[float] = []
@@ -121,7 +119,7 @@ class StepTimeModel:
     def coefficients(self) -> dict[str, float]:
         """Return the coefficient of each term, seconds per unit, at the present speed."""
         return {
-            name: value * self._speed
+            name: value * self._speed.factor
             for name, value in zip(TERMS, self._coefficients, strict=bool(self._coefficients))
         }
 
@@ -139,11 +137,12 @@ class StepTimeModel:
         if self.is_fitted:
             predicted_s = self.predict_s(shape)
             self._judged.append((predicted_s, seconds))
-            self._follow_speed(math.log(seconds / predicted_s), bool(shape.prefills))
+            kind = self._mixed if shape.prefills else self._decode_only
+            self._speed.observe(math.log(seconds / predicted_s), kind_samples=kind.samples)
         sums = self._mixed if shape.prefills else self._decode_only
         sums.offered += 1
         if sums.samples < _TAKE_ALL or sums.offered % _TAKE_EVERY == 0:
-            self._add(shape, seconds / self._speed, fade=_FADE)
+            self._add(shape, seconds / self._speed.factor, fade=_FADE)
             if sums.samples <= _SOLVE_EACH or sums.samples % _SOLVE_EVERY == 0:
                 self._solve()
         return predicted_s
@@ -195,7 +194,7 @@ class StepTimeModel:
         self._check_fitted()
         return ModelState(
             coefficients_s=tuple(self._coefficients),
-            speed=self._speed,
+            speed=self._speed.factor,
             largest_prefill_tokens=self.largest_prefill_tokens,
             decode_only=self._decode_only.learned(),
             mixed=self._mixed.learned(),
@@ -211,7 +210,7 @@ class StepTimeModel:
         model.provenance = state.provenance
         model._decode_only = _NormalEquations(state.decode_only)
         model._mixed = _NormalEquations(state.mixed)
-        model._speed = state.speed
+        model._speed = MachineSpeed(state.speed)
         model.largest_prefill_tokens = state.largest_prefill_tokens
         model._take_coefficients(list(state.coefficients_s))
         return model
@@ -235,7 +234,7 @@ class StepTimeModel:
         if not shape.tokens:
             return 0.0
         rest = sum(map(mul, self._coefficients[TOKEN_TERMS:], shape_terms(shape)))
-        return float(self._speed * (self._token_part_s(shape.tokens) + rest))
+        return float(self._speed.factor * (self._token_part_s(shape.tokens) + rest))
 
     def penalty_s(self, shape: BatchShape) -> float:
         """Return what the step's prefill adds to it, seconds.
@@ -266,8 +265,8 @@ class StepTimeModel:
         one = shape.with_prefill(1, cached)
         tokens = shape.tokens
         work_s = self._coefficients[ATTENTION_WORK]
-        fixed_s = self.predict_s(one) / self._speed - self._token_part_s(tokens + 1)
-        left_s = limit_s / self._speed - (fixed_s - work_s * (cached + 0.5))
+        fixed_s = self.predict_s(one) / self._speed.factor - self._token_part_s(tokens + 1)
+        left_s = limit_s / self._speed.factor - (fixed_s - work_s * (cached + 0.5))
 
         low, high = 0, len(self._bounds)
         while high - low > 1:  # the last piece whose first token fits
@@ -312,29 +311,6 @@ class StepTimeModel:
         sums = self._mixed if shape.prefills else self._decode_only
         # Relative error: a step ten times too long then weighs like one 9% off.
         sums.add(term_vector(shape) / seconds, 1.0, fade=fade)
-
-    def _follow_speed(self, log_ratio: float, is_mixed: bool) -> None:
-        if self.samples < 2 * _JUMP_STEPS:
-            return
-        self._recent.append((log_ratio, is_mixed))
-        self._speed *= math.exp(_DRIFT_RATE * min(_DRIFT_CLIP, max(-_DRIFT_CLIP, log_ratio)))
-        if len(self._recent) == _JUMP_STEPS:
-            self._follow_jump()
-
-    def _follow_jump(self) -> None:
-        ratios = sorted(ratio for ratio, _ in self._recent)
-        middle = median(ratios)
-        quarter = _JUMP_STEPS // 4
-        agree = ratios[-1 - quarter] - ratios[quarter] < 0.5 * abs(middle)
-        if abs(middle) > _JUMP_LOG and agree and self._kinds_known():
-            self._speed *= math.exp(middle)
-            self._recent.clear()
-
-    def _kinds_known(self) -> bool:
-        # A kind of step met for the first time is off because it is new, not because the machine
-        # changed its speed.
-        kinds = {self._mixed if is_mixed else self._decode_only for _, is_mixed in self._recent}
-        return all(kind.samples > 3 * _JUMP_STEPS for kind in kinds)
 
     def _solve(self) -> None:
         gram = self._decode_only.gram + self._mixed.gram

@@ -30,6 +30,8 @@ class Settings:
         order: Which prefill goes first: ``fcfs``, vLLM's own order.
         pacing: What the SLO binds: ``gap``, every single time between tokens.
         model: Path of a saved step-time model to start from; None: a cold start.
+        state_path: File that keeps what was learned across restarts; None: none. Each
+            data-parallel rank adds its number to the name.
         trace_path: File that gets one JSON line for each step; None: none. Each data-parallel
             rank adds its number to the name.
         mode: ``enforce`` steers; ``observe`` schedules like stock vLLM and only measures.
@@ -43,6 +45,7 @@ class Settings:
     order: Literal["fcfs"] = "fcfs"
     pacing: Literal["gap"] = "gap"
     model: str | None = None
+    state_path: str | None = None
     trace_path: str | None = None
     mode: Literal["enforce", "observe"] = "enforce"
 
@@ -186,6 +189,7 @@ _RULES = {
     "order": _one_of("fcfs"),
     "pacing": _one_of("gap"),
     "model": _Rule("a file's path or null", _is_path_or_none),
+    "state_path": _Rule("a file's path or null", _is_path_or_none),
     "trace_path": _Rule("a file's path or null", _is_path_or_none),
     "mode": _one_of("enforce", "observe"),
 }

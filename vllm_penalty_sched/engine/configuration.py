@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import vllm
+from vllm.platforms import current_platform
+
+from vllm_penalty_sched.engine.learned_state import load_state
 from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.latency import StepTimeModel, load_model
+from vllm_penalty_sched.model_state import Provenance
 from vllm_penalty_sched.settings import KEY, Settings
 
 if TYPE_CHECKING:
@@ -41,10 +48,30 @@ def ranked_path(path: str, rank: int) -> str:
     return str(name.with_name(f"{name.stem}.{rank}{name.suffix}"))
 
 
-def read_model(settings: Settings) -> StepTimeModel | None:
-    """Return the saved model that the settings name, None for a cold start.
+def read_provenance(vllm_config: VllmConfig) -> Provenance:
+    """Return where this engine's steps run."""
+    device = str(current_platform.get_device_name())
+    if current_platform.is_cpu():
+        device = f"{device}, {platform.machine()}, {os.cpu_count()} cores"
+    return Provenance(
+        hardware=device,
+        model=str(vllm_config.model_config.model),
+        vllm_version=str(vllm.__version__),
+    )
+
+
+def read_model(settings: Settings, vllm_config: VllmConfig) -> StepTimeModel:
+    """Return the model to start with: this engine's saved state, else the one named, else new.
 
     Raises:
-        ModelFileError: If the file is no usable model.
+        ModelFileError: If the settings name a model that cannot be used.
     """
-    return load_model(settings.model) if settings.model else None
+    provenance = read_provenance(vllm_config)
+    model = None
+    if settings.state_path:
+        rank = vllm_config.parallel_config.data_parallel_index
+        model = load_state(ranked_path(settings.state_path, rank), provenance)
+    if model is None:
+        model = load_model(settings.model) if settings.model else StepTimeModel()
+    model.provenance = provenance
+    return model

@@ -22,6 +22,7 @@ from vllm_penalty_sched.engine.composition import (
 )
 from vllm_penalty_sched.engine.configuration import ranked_path, read_model, read_settings
 from vllm_penalty_sched.engine.decision_notes import DecisionNotes
+from vllm_penalty_sched.engine.learned_state import StateSaver
 from vllm_penalty_sched.engine.request_slos import RequestSlos
 from vllm_penalty_sched.engine.step_timer import StepTimer
 from vllm_penalty_sched.engine.step_trace import StepTrace
@@ -64,7 +65,7 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         settings = read_settings(self.vllm_config)
-        self.planner = Planner(settings, read_model(settings))
+        self.planner = Planner(settings, read_model(settings, self.vllm_config))
         self.reasons: Counter[str] = Counter()
         self._steers = settings.mode == "enforce"
         self._is_strict = os.environ.get(STRICT_VARIABLE) == "1"
@@ -74,6 +75,9 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         rank = self.parallel_config.data_parallel_index
         self._trace = (
             StepTrace(ranked_path(settings.trace_path, rank)) if settings.trace_path else None
+        )
+        self._saver = (
+            StateSaver(ranked_path(settings.state_path, rank)) if settings.state_path else None
         )
 
     def add_request(self, request: Request) -> None:
@@ -109,6 +113,12 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         if not self.running or self.pause_state != PauseState.UNPAUSED:
             self._timer.idle()
         return outputs
+
+    def shutdown(self) -> None:
+        """Save what was learned, then let vLLM shut down."""
+        if self.planner is not None and self._saver is not None and self.planner.model.is_fitted:
+            self._guarded(self._saver.take, self.planner.model)
+        super().shutdown()
 
     def _may_steer(self, before: Composition | None) -> bool:
         return self._steers and before is not None and self.pause_state == PauseState.UNPAUSED
@@ -185,6 +195,8 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         if step is None:
             return
         predicted_s = planner.learn(step.shape, step.seconds, step.decision)
+        if self._saver is not None:
+            self._saver.offer(planner.model, now_s=now_s)
         if self._trace is not None:
             margin = planner.margin.relative
             self._trace.add(step, done_s=now_s, predicted_s=predicted_s, margin=margin)

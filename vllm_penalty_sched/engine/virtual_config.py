@@ -81,6 +81,7 @@ def make_vllm_config(
             additional_config={} if settings is None else {"penalty_sched": settings},
         )
     config.scheduler_config.async_scheduling = async_scheduling
+    config.model_config.model = "virtual"  # the folder is gone
     return config
 
 

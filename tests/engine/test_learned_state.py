@@ -1,0 +1,105 @@
+import json
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+pytest.importorskip("vllm")
+
+from tests.core.test_latency import learned  # noqa: E402
+from tests.engine.virtual import add, make_engine, play, start_decodes  # noqa: E402
+from vllm_penalty_sched import Scheduler  # noqa: E402
+from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
+
+LOG = "vllm.penalty_sched"
+
+
+def run_engine(path: Path) -> VirtualEngine:
+    engine = make_engine(Scheduler, {"tbt_slo_ms": 56.0, "state_path": str(path)})
+    start_decodes(engine, 8)
+    for index in range(10):
+        add(engine, f"long-{index}", 2000, 16)
+    play(engine, 3000)
+    return engine
+
+
+def wait_for_file(path: Path) -> dict:
+    deadline_s = time.monotonic() + 10.0
+    while not path.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return json.loads(path.read_text())
+
+
+def test_what_was_learned_is_saved_while_running_and_taken_up_by_the_next_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "state.json"
+    run_engine(path)
+    saved = wait_for_file(path)
+
+    with caplog.at_level(logging.INFO, LOG):
+        planner = make_engine(Scheduler, {"state_path": str(path)}).scheduler.planner
+
+    assert saved["samples"] > 0
+    assert planner.model.samples == json.loads(path.read_text())["samples"]
+    assert "going on from" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda state: state | {"hardware": "another GPU"},
+        lambda state: state | {"model": "another model"},
+        lambda state: state | {"speed": -1},
+        lambda state: {},
+    ],
+)
+def test_a_state_that_does_not_fit_is_left_aside_with_one_warning(
+    spoil: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "state.json"
+    learned(100).save(path)
+    path.write_text(json.dumps(spoil(json.loads(path.read_text()))))
+
+    with caplog.at_level(logging.WARNING, LOG):
+        engine = make_engine(Scheduler, {"state_path": str(path)})
+
+    assert engine.scheduler.planner.model.samples == 0
+    assert len([r for r in caplog.records if "starts afresh" in r.getMessage()]) == 1
+
+
+def test_a_disk_that_cannot_be_written_costs_the_state_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    settings = {
+        "state_path": str(tmp_path / "file" / "state.json"),
+        "trace_path": str(tmp_path / "file" / "trace.jsonl"),
+    }
+    with caplog.at_level(logging.WARNING, LOG):
+        engine = make_engine(Scheduler, settings)
+        add(engine, "request", 500, 50)
+        play(engine, 1000)
+        engine.scheduler._trace.close()
+        time.sleep(0.5)
+
+    assert not engine.is_busy
+    assert engine.scheduler.faults == 0
+    assert "no longer saved" in caplog.text
+    assert "trace ends here" in caplog.text
+
+
+def test_the_trace_has_one_line_for_each_step_that_ran(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    engine = make_engine(Scheduler, {"trace_path": str(path)})
+    start_decodes(engine, 4, output=50)
+    play(engine, 1000)
+    engine.scheduler._trace.close()
+
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == len(engine.steps)
+    assert {"prefill_ratio", "reason", "budget_tokens", "predicted_s", "observed_s"} <= set(
+        lines[0]
+    )

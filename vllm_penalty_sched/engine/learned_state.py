@@ -1,0 +1,89 @@
+"""Keep what was learned across restarts, without stopping the engine for it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from pathlib import Path
+
+from vllm_penalty_sched.errors import ModelFileError
+from vllm_penalty_sched.files import write_json
+from vllm_penalty_sched.latency import StepTimeModel, load_model
+from vllm_penalty_sched.model_state import ModelState, Provenance, state_to_json
+
+log = logging.getLogger("vllm.penalty_sched")
+
+SAVE_PERIOD_S = 30.0
+
+
+def load_state(path: str, provenance: Provenance) -> StepTimeModel | None:
+    """Return the state saved earlier on this hardware with this model.
+
+    Args:
+        path: The state file; it need not exist.
+        provenance: Hardware and model of this engine.
+
+    Returns:
+        None if there is no file, or it is of other hardware, another model or another vLLM
+        version, or spoiled; with a warning in all cases but the first.
+    """
+    if not Path(path).exists():
+        return None
+    try:
+        model = load_model(path)
+    except ModelFileError as error:
+        log.warning("learning starts afresh: %s", error)
+        return None
+    if model.provenance != provenance:
+        log.warning(
+            "learning starts afresh: %s was learned by %s, and this is %s",
+            path,
+            model.provenance,
+            provenance,
+        )
+        return None
+    log.info("going on from %s, learned from %d steps", path, model.samples)
+    return model
+
+
+class StateSaver:
+    """Writes a model's state every ``SAVE_PERIOD_S``, on a thread of its own."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._next_save_s = float("-inf")
+        self._pending: ModelState | None = None
+        self._wake = threading.Event()
+        self._has_failed = False
+        threading.Thread(target=self._run, name="penalty-state", daemon=True).start()
+        atexit.register(self._write)
+
+    def offer(self, model: StepTimeModel, *, now_s: float) -> None:
+        """Take a copy of the state if it is time to; a copy costs tens of microseconds."""
+        if now_s >= self._next_save_s and model.is_fitted:
+            self._next_save_s = now_s + SAVE_PERIOD_S
+            self.take(model)
+
+    def take(self, model: StepTimeModel) -> None:
+        """Take a copy of the state now, to be written soon."""
+        self._pending = model.state()
+        self._wake.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            self._write()
+
+    def _write(self) -> None:
+        state, self._pending = self._pending, None
+        if state is None or self._has_failed:
+            return
+        try:
+            write_json(self._path, state_to_json(state))
+        except OSError as error:
+            self._has_failed = True
+            log.warning(
+                "what is learned is no longer saved: cannot write %s: %s", self._path, error
+            )
