@@ -4,7 +4,7 @@ With N tokens in the step, S the sum of the decodes' contexts, d decodes and chu
 tokens on c_i cached ones, the time is
 
     T = h0 + sum_k h_k max(0, N - knot_k) + sum_e s_e [N > edge_e] + b S + a d
-        + [a chunk is there] (x S + y S max(0, 1 - 32/d) + sum_q z_q max(0, S - q))
+        + [a chunk is there] (x S + m d + sum_j y_j S max(0, 1 - j/d) + sum_q z_q max(0, S - q))
         + g sum p_i (c_i + p_i/2) + e sum c_i + k (number of chunks)
 
 The hinges give the memory-bound floor, the knee and the compute-bound slope; the edges give tile
@@ -26,10 +26,10 @@ EDGES = (
     8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
     1280, 1536, 1792, 2048,
 )  # fmt: skip
-CONTEXT_KNOTS = (32_768, 131_072)
-# From this many decodes on, a mixed kernel's attention costs more for each of them (measured on
-# two RTX cards, vLLM 0.19).
-MIXED_DECODES = 32
+# In a mixed kernel a decode's attention costs more, the more decodes there are and the more context
+# they have (measured on two RTX cards, vLLM 0.19).
+CONTEXT_KNOTS = (16_384, 65_536, 262_144, 524_288)
+DECODE_KNOTS = (8, 32, 64)
 
 _TOKEN_TERMS = tuple(
     ["floor"] + [f"tokens_over_{k}" for k in KNOTS] + [f"step_at_{e}" for e in EDGES]
@@ -38,7 +38,8 @@ _SHAPE_TERMS = (
     "decode_context",
     "decode_seqs",
     "mixed_context",
-    "mixed_context_many_decodes",
+    "mixed_decodes",
+    *(f"mixed_context_over_{j}_decodes" for j in DECODE_KNOTS),
     *(f"mixed_context_over_{q}" for q in CONTEXT_KNOTS),
     "attention_work",
     "cached_tokens",
@@ -50,12 +51,14 @@ ATTENTION_WORK = TERMS.index("attention_work")
 CACHED_TOKENS = TERMS.index("cached_tokens")
 CHUNKS = TERMS.index("chunks")
 
+_NO_MIXED_TERMS = (0.0,) * (2 + len(DECODE_KNOTS) + len(CONTEXT_KNOTS))
 _KNOTS = np.array(KNOTS, dtype=np.float64)
 _EDGES = np.array(EDGES, dtype=np.float64)
 # What each term comes to in typical steps, so that one ridge strength suits all coefficients.
 SCALES: NDArray[np.float64] = np.array(
     [1.0] + [128.0] * len(KNOTS) + [1.0] * len(EDGES)
-    + [1e5, 100.0, 1e5, 1e5, 1e5, 1e5, 1e6, 1e4, 4.0]
+    + [1e5, 100.0, 1e5, 100.0] + [1e5] * (len(DECODE_KNOTS) + len(CONTEXT_KNOTS))
+    + [1e6, 1e4, 4.0]
 )  # fmt: skip
 # How dear a term is to the ridge. Few samples must be explained by the floor and one slope, which
 # extrapolate; a step in the middle of a slope is believed only on evidence.
@@ -73,17 +76,20 @@ def shape_terms(shape: BatchShape) -> list[float]:
     for new, cached in shape.prefills:
         work += new * (cached + 0.5 * new)
         cached_tokens += cached
-    mixed = context if shape.prefills else 0.0
-    many = max(0.0, 1.0 - MIXED_DECODES / seqs) if seqs else 0.0
+    chunks = float(len(shape.prefills))
+    if not chunks or not seqs:
+        return [context, float(seqs), *_NO_MIXED_TERMS, work, float(cached_tokens), chunks]
+    mean_context = context / seqs
     return [
         context,
         float(seqs),
-        mixed,
-        mixed * many,
-        *[max(0.0, mixed - knot) for knot in CONTEXT_KNOTS],
+        context,
+        float(seqs),
+        *[mean_context * max(0, seqs - knot) for knot in DECODE_KNOTS],
+        *[max(0.0, context - knot) for knot in CONTEXT_KNOTS],
         work,
         float(cached_tokens),
-        float(len(shape.prefills)),
+        chunks,
     ]
 
 

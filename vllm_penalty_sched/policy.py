@@ -149,7 +149,7 @@ def decide(state: StepState, model: StepTimes | None) -> Decision:
         limit_s = _limit_s(state.slo_s, state.decode_only_s, state)
     fill = _fill(state, model, limit_s, state.most_tokens, infeasible=infeasible)
     if model is not None and fill.tokens > state.seen_tokens:
-        daring = _within_proportion(state, model, limit_s)
+        daring = min(state.most_tokens, _within_proportion(state, model, limit_s))
         fill = _fill(state, model, limit_s, daring, infeasible=infeasible)
     return _aged_or(state, _reason(fill, model, infeasible=infeasible), fill=fill, model=model)
 
