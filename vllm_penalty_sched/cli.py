@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from vllm_penalty_sched.errors import PenaltySchedError
+from vllm_penalty_sched.calibration_grid import FULL, QUICK
+from vllm_penalty_sched.errors import ConfigError, MissingDependencyError, PenaltySchedError
 from vllm_penalty_sched.files import write_json
+from vllm_penalty_sched.fitting import CurveFit, StepFit, fit_curve, fit_step_time
 from vllm_penalty_sched.latency import load_model
+from vllm_penalty_sched.plot import draw_fit
+from vllm_penalty_sched.samples import Sample, SamplesOrigin, read_samples
 from vllm_penalty_sched.serving import demo
+from vllm_penalty_sched.serving.run_record import describe_hardware, record_run, vllm_version
 from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
 from vllm_penalty_sched.settings import Settings
 
@@ -33,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 after one message on standard error, or 130 if interrupted.
     """
     argv = sys.argv[1:] if argv is None else argv
-    arguments = make_parser().parse_args(argv)
+    own, engine_args = _split_engine_args(argv)
+    arguments = make_parser().parse_args(own, argparse.Namespace(engine_args=engine_args))
     arguments.command = shlex.join([PROGRAM, *argv])
     try:
         status: int = arguments.run(arguments)
@@ -44,6 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
     return status
+
+
+def _split_engine_args(argv: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Split off what stands behind ``--``, which argparse would take for positional arguments."""
+    if argv[:1] != ["calibrate"] or "--" not in argv:
+        return argv, ()
+    place = argv.index("--")
+    return argv[:place], tuple(argv[place + 1 :])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,6 +88,34 @@ def make_parser() -> argparse.ArgumentParser:
     command = subcommands.add_parser("make-model", help="write a small random Llama")
     _add_model_arguments(command)
     command.set_defaults(run=_run_make_model)
+
+    command = subcommands.add_parser(
+        "calibrate",
+        help="measure an engine's steps over a grid of compositions",
+        usage="%(prog)s [options] MODEL --out SAMPLES [-- ENGINE_ARGUMENTS ...]",
+        epilog="What follows -- goes to vLLM's engine as it stands. An interrupted calibration "
+        "goes on where it stopped when the same command runs again.",
+    )
+    _add_calibrate_arguments(command)
+    command.set_defaults(run=_run_calibrate)
+
+    command = subcommands.add_parser("fit", help="fit measured steps and print how well it fits")
+    command.add_argument("samples", type=Path, metavar="SAMPLES", help="a CSV file of samples")
+    command.add_argument(
+        "--form",
+        choices=("curve", "step"),
+        required=True,
+        help="the polynomial f(r), or the step-time model that sizes chunks",
+    )
+    command.add_argument("--degree", type=int, help="of f(r) (2)")
+    command.add_argument("--out", type=Path, metavar="OUT", help="save the step-time model")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    command.set_defaults(run=_run_fit)
+
+    command = subcommands.add_parser("plot", help="draw measured steps, their fits and the errors")
+    command.add_argument("samples", type=Path, metavar="SAMPLES", help="a CSV file of samples")
+    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture")
+    command.set_defaults(run=_run_plot)
 
     return parser
 
@@ -123,4 +167,83 @@ def _run_make_model(arguments: argparse.Namespace) -> int:
     )
     parameters = make_tiny_model(arguments.out, spec)
     print(f"wrote {arguments.out}: {parameters} parameters")
+    return 0
+
+
+def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a folder or a hub name")
+    parser.add_argument("--out", type=Path, required=True, metavar="SAMPLES", help="a CSV file")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=8,
+        help="concurrent requests of the penalty curve's set-up (%(default)s)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a small grid, for a few minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured where")
+
+
+def _run_calibrate(arguments: argparse.Namespace) -> int:
+    if arguments.concurrency < 2:
+        raise ConfigError(f"concurrency must be >= 2, got {arguments.concurrency}")
+    run = record_run(arguments.command, seed=0)
+    origin = SamplesOrigin(
+        hardware=describe_hardware(),
+        vllm_version=vllm_version() or "",
+        model=arguments.model,
+        engine_args=arguments.engine_args,
+        concurrency=arguments.concurrency,
+        grid="quick" if arguments.quick else "full",
+        plugin_version=version("vllm-penalty-sched"),
+        date=str(run["date"]),
+    )
+    if not origin.vllm_version:
+        raise MissingDependencyError(
+            "calibrate needs vLLM, which is not installed: pip install 'vllm-penalty-sched[vllm]'"
+        )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read when vLLM is imported
+    from vllm_penalty_sched.engine.calibrator import calibrate
+
+    result = calibrate(arguments.out, origin, QUICK if arguments.quick else FULL)
+    print(
+        f"{arguments.out}: {result.earlier + result.measured} of {result.points} points, "
+        f"{result.measured} of them measured now in {result.seconds:.0f} s"
+    )
+    if result.not_run:
+        print(f"not run as planned by this engine: {', '.join(result.not_run)}")
+    if arguments.json:
+        write_json(arguments.json, {**asdict(origin), **asdict(result), **run})
+    return 0
+
+
+def _read_samples(path: Path) -> tuple[SamplesOrigin, list[Sample]]:
+    return read_samples(path.read_text(encoding="utf-8", errors="replace"), source=str(path))
+
+
+def _run_fit(arguments: argparse.Namespace) -> int:
+    origin, samples = _read_samples(arguments.samples)
+    fit: CurveFit | StepFit
+    if arguments.form == "curve":
+        if arguments.out:
+            raise ConfigError("--out saves a step-time model: give --form step, or --json")
+        degree = 2 if arguments.degree is None else arguments.degree
+        fit = fit_curve(samples, degree=degree)
+    else:
+        if arguments.degree is not None:
+            raise ConfigError("--degree is about f(r): give --form curve")
+        fit = fit_step_time(samples)
+        fit.model.provenance = origin.provenance
+        if arguments.out:
+            fit.model.save(arguments.out)
+    print(fit)
+    if arguments.json:
+        write_json(arguments.json, {**asdict(origin.provenance), **fit.to_json()})
+    return 0
+
+
+def _run_plot(arguments: argparse.Namespace) -> int:
+    origin, samples = _read_samples(arguments.samples)
+    title = f"{origin.model} on {origin.hardware}"
+    draw_fit(arguments.out, fit_curve(samples), fit_step_time(samples), title=title)
+    print(f"wrote {arguments.out}")
     return 0

@@ -6,17 +6,28 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_penalty_sched.errors import MissingDependencyError
+import numpy as np
+
+from vllm_penalty_sched.curve import PenaltyCurve
+from vllm_penalty_sched.errors import ConfigError, MissingDependencyError
 from vllm_penalty_sched.metrics import Quantiles, pooled_gaps, share_over
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from vllm_penalty_sched.fitting import CurveFit, StepFit
     from vllm_penalty_sched.metrics import RequestTrace
 
 WITHIN_COLOR, OVER_COLOR, SLO_COLOR = "#2f6f9f", "#c8402f", "#222222"
 PROMPT_COLOR, GRID_COLOR = "#e09b2d", "#e6e6e6"
+# Told apart by the colour-blind too (Okabe and Ito); repeated beyond eight machines.
+MACHINE_COLORS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933",
+)  # fmt: skip
+# The band around perfect predictions.
+BAND = 0.1
+_DOTS = {"marker": "o", "markersize": 3, "alpha": 0.35, "markeredgewidth": 0, "linestyle": "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +67,7 @@ def draw_gaps(path: Path, panels: Sequence[GapPanel], *, tbt_slo_s: float, title
         title: Above the first panel.
 
     Raises:
+        ConfigError: If the suffix names no format.
         MissingDependencyError: If matplotlib is not installed; names the extra.
     """
     require_matplotlib()
@@ -79,7 +91,141 @@ def draw_gaps(path: Path, panels: Sequence[GapPanel], *, tbt_slo_s: float, title
     figure.legend(
         handles, labels, loc="outside lower center", ncols=4, frameon=False, markerscale=1.5
     )
+    _save(figure, path)
+
+
+def draw_fit(path: Path, curve_fit: CurveFit, step_fit: StepFit, *, title: str) -> None:
+    """Draw f(r) over the steps it was fitted to, and predicted against measured step times.
+
+    Args:
+        path: File to write; its suffix names the format.
+        curve_fit: Drawn left, beside the published curve scaled to the same f(0).
+        step_fit: Drawn right, with the predictions of its cross-validation.
+        title: Above both.
+
+    Raises:
+        ConfigError: If the suffix names no format.
+        MissingDependencyError: If matplotlib is not installed; names the extra.
+    """
+    figure, (left, right) = _two_panels()
+    _draw_curve(left, curve_fit)
+    _draw_predictions(right, step_fit)
+    figure.suptitle(title, fontsize=11)
+    _save(figure, path)
+
+
+def draw_curves(path: Path, fits: Mapping[str, CurveFit], *, title: str) -> None:
+    """Draw f(r) of several machines, and what each would gain by disaggregating prefill.
+
+    Args:
+        path: File to write; its suffix names the format.
+        fits: The fit of each machine by its name, at least one.
+        title: Above both panels.
+
+    Raises:
+        ConfigError: If the suffix names no format.
+        MissingDependencyError: If matplotlib is not installed; names the extra.
+    """
+    figure, (left, right) = _two_panels()
+    for index, (name, fit) in enumerate(fits.items()):
+        color = MACHINE_COLORS[index % len(MACHINE_COLORS)]
+        _draw_polynomial(left, fit.curve, color=color)
+        left.plot(fit.ratios, [1e3 * s for s in fit.seconds], color=color, **_DOTS)
+        _draw_penalty(right, name, fit.curve, color=color)
+    _label_curve(left)
+    left.set_ylim(bottom=0)
+    left.set_title("penalty curve f(r), colors as on the right", fontsize=10, loc="left")
+    right.set_ylim(max(len(fits), 3) - 0.5, -0.5)
+    right.margins(x=0.4)
+    right.grid(visible=False, axis="y")
+    right.axvline(0.0, color=SLO_COLOR, linewidth=0.8)
+    right.set_xlabel("f(1) - f(0), ms")
+    right.set_title("penalty, and its share of f(0)", fontsize=10, loc="left")
+    figure.suptitle(title, fontsize=11)
+    _save(figure, path)
+
+
+def _two_panels() -> tuple[Any, Any]:
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    for axis in axes:
+        axis.grid(visible=True, color=GRID_COLOR, linewidth=0.8)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> None:
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ConfigError(f"a picture's suffix must be one of {', '.join(formats)}, got {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def _draw_curve(axis: Any, fit: CurveFit) -> None:
+    times_ms = [1e3 * seconds for seconds in fit.seconds]
+    axis.plot(fit.ratios, times_ms, color=WITHIN_COLOR, label=f"{len(times_ms)} steps", **_DOTS)
+    own = f"own fit, R² {fit.curve.r_squared:.2f}, f(1) - f(0) {1e3 * fit.curve.penalty_s:.2f} ms"
+    _draw_polynomial(axis, fit.curve, color=OVER_COLOR, label=own)
+    published = PenaltyCurve.published().scaled_to(fit.curve.predict_s(0.0))
+    _draw_polynomial(
+        axis, published, color=SLO_COLOR, label="published f(r), same f(0)", linestyle="--"
+    )
+    _label_curve(axis)
+    axis.legend(frameon=False, fontsize=9, loc="best")
+    axis.set_title("penalty curve", fontsize=10, loc="left")
+
+
+def _draw_polynomial(axis: Any, curve: PenaltyCurve, **style: Any) -> None:
+    ratios = np.linspace(0.0, 1.0, 101)
+    axis.plot(ratios, [1e3 * curve.predict_s(float(r)) for r in ratios], linewidth=1.8, **style)
+
+
+def _draw_penalty(axis: Any, name: str, curve: PenaltyCurve, *, color: str) -> None:
+    penalty_ms = 1e3 * curve.penalty_s
+    bars = axis.barh(name, penalty_ms, color=color, height=0.5)
+    share = curve.penalty_s / curve.predict_s(0.0)
+    axis.bar_label(bars, [f"{penalty_ms:.2f} ms ({share:+.0%})"], padding=4)
+
+
+def _label_curve(axis: Any) -> None:
+    axis.set_xlim(-0.02, 1.02)
+    axis.set_xlabel("prefill ratio r: prefill tokens / all tokens of the step")
+    axis.set_ylabel("time between tokens, ms")
+
+
+def _draw_predictions(axis: Any, fit: StepFit) -> None:
+    measured_ms = 1e3 * np.array(fit.measured_s)
+    predicted_ms = 1e3 * np.array(fit.predicted_s)
+    both = np.concatenate([measured_ms, predicted_ms])
+    ends = np.array([both.min() / 1.1, both.max() * 1.1])
+    axis.fill_between(
+        ends, ends * (1 - BAND), ends * (1 + BAND), color=GRID_COLOR, label=f"within {BAND:.0%}"
+    )
+    axis.plot(ends, ends, color=SLO_COLOR, linewidth=1.0, label="predicted = measured")
+    axis.plot(measured_ms, predicted_ms, color=WITHIN_COLOR, label="held-out step", **_DOTS)
+    axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    for side in (axis.xaxis, axis.yaxis):
+        _label_log(side)
+    axis.set_xlabel("measured step time, ms")
+    axis.set_ylabel("predicted, ms")
+    axis.legend(frameon=False, fontsize=9, loc="upper left")
+    r_squared = "" if fit.r_squared is None else f"R² {fit.r_squared:.3f}, "
+    axis.set_title(f"step-time model: {r_squared}MAPE {fit.mape:.1%}", fontsize=10, loc="left")
+
+
+def _label_log(side: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    side.set_major_formatter("{x:g}")
+    side.set_minor_formatter(NullFormatter())
 
 
 def _draw_gaps(axis: Any, panel: GapPanel, tbt_slo_s: float) -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.test_fitting import on_the_published_curve, random_samples
+from vllm_penalty_sched import BatchShape, load_model
 from vllm_penalty_sched.cli import main, make_parser
+from vllm_penalty_sched.samples import SamplesOrigin, write_samples
 from vllm_penalty_sched.serving.demo import settings_from_arguments
 
 HEAVY_MODULES = {"matplotlib", "sklearn", "torch", "vllm", "aiohttp", "tokenizers"}
@@ -128,3 +131,98 @@ def test_check_tells_every_mistake_in_one_line(
     assert printed.err.count("\n") == 1
     for part in parts:
         assert part in printed.err
+
+
+@pytest.fixture
+def samples_path(tmp_path: Path) -> Path:
+    origin = SamplesOrigin(
+        hardware="a made-up GPU",
+        vllm_version="0.32.0",
+        model="a-model",
+        concurrency=8,
+        grid="full",
+        plugin_version="0.1.0",
+        date="2026-01-01T00:00:00+00:00",
+    )
+    path = tmp_path / "samples.csv"
+    path.write_text(write_samples(origin, [*on_the_published_curve(), *random_samples(60)]))
+    return path
+
+
+def test_fit_prints_the_curve_and_writes_its_figures(
+    samples_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures_path = tmp_path / "figures.json"
+
+    status = main(["fit", str(samples_path), "--form", "curve", "--json", str(figures_path)])
+
+    assert status == 0
+    assert "f(r) = 1.630 r^2 + 1.390 r + 14.520 ms" in capsys.readouterr().out
+    figures = json.loads(figures_path.read_text())
+    assert figures["coefficients_ms"] == pytest.approx([14.52, 1.39, 1.63])
+    assert (figures["model"], figures["hardware"]) == ("a-model", "a made-up GPU")
+
+
+def test_fit_takes_the_degree_of_the_curve(
+    samples_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["fit", str(samples_path), "--form", "curve", "--degree", "1"])
+
+    assert status == 0
+    assert "r^2 +" not in capsys.readouterr().out
+
+
+def test_fit_saves_a_step_time_model_that_knows_where_it_is_from(
+    samples_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["fit", str(samples_path), "--form", "step", "--out", str(tmp_path / "m.json")])
+
+    assert status == 0
+    assert re.search(r"R\^2 = 0\.\d+, MAPE \d+\.\d+%", capsys.readouterr().out)
+    model = load_model(tmp_path / "m.json")
+    assert model.provenance.hardware == "a made-up GPU"
+    assert model.provenance.vllm_version == "0.32.0"
+    assert model.predict_s(BatchShape(decode_seqs=8, decode_tokens=8, decode_context=800)) > 0
+
+
+def test_plot_writes_a_picture(samples_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    status = main(["plot", str(samples_path), "--out", str(tmp_path / "fit.png")])
+
+    assert status == 0
+    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fit", "no-such.csv", "--form", "curve"], "No such file"),
+        (["plot", "no-such.csv", "--out", "unused.png"], "No such file"),
+        (["fit", "SAMPLES", "--form", "curve", "--out", "unused.json"], "give --form step"),
+        (["fit", "SAMPLES", "--form", "step", "--degree", "2"], "give --form curve"),
+        (["fit", "SAMPLES", "--form", "curve", "--degree", "0"], "degree must be >= 1, got 0"),
+        (["fit", "SAMPLES", "--form", "curve", "--degree", "30"], "more than 30 different"),
+        (["fit", "NONSENSE", "--form", "step"], "nonsense.csv"),
+        (["plot", "SAMPLES", "--out", "picture.xyz"], "picture.xyz"),
+    ],
+)
+def test_fit_and_plot_refuse_bad_input_in_one_line(
+    arguments: list[str],
+    message: str,
+    samples_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if arguments[0] == "plot":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "nonsense.csv").write_bytes(b"\x89PNG\0 nonsense")
+    files = {"SAMPLES": str(samples_path), "NONSENSE": str(tmp_path / "nonsense.csv")}
+
+    status = main([files.get(argument, argument) for argument in arguments])
+
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert message in printed.err

@@ -1,12 +1,17 @@
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
+from vllm_penalty_sched.batch import BatchShape
+from vllm_penalty_sched.curve import PenaltyCurve
 from vllm_penalty_sched.errors import MissingDependencyError
+from vllm_penalty_sched.fitting import CurveFit, StepFit, fit_step_time
 from vllm_penalty_sched.metrics import RequestTrace
-from vllm_penalty_sched.plot import GapPanel, draw_gaps
+from vllm_penalty_sched.plot import GapPanel, draw_curves, draw_fit, draw_gaps
+from vllm_penalty_sched.samples import Sample
 
 TRACE = RequestTrace(sent_s=0.0, arrivals_s=(0.1, 0.12, 0.14, 0.5, 0.52), output_tokens=5)
 PANELS = [
@@ -49,3 +54,43 @@ def test_without_matplotlib_the_message_names_the_extra(
 
     with pytest.raises(MissingDependencyError, match=r"vllm-penalty-sched\[plot\]"):
         draw_gaps(tmp_path / "gaps.png", PANELS, tbt_slo_s=0.05, title="two loads")
+
+
+def curve_fit(factor: float) -> CurveFit:
+    curve = PenaltyCurve.published().scaled_to(factor * 0.01)
+    ratios = (0.0, 0.5, 1.0)
+    return CurveFit(
+        curve=curve, ratios=ratios, seconds=tuple(curve.predict_s(ratio) for ratio in ratios)
+    )
+
+
+def step_fit() -> StepFit:
+    decodes = BatchShape(decode_seqs=8, decode_tokens=8, decode_context=4000)
+    return fit_step_time(
+        [
+            Sample(shape=decodes.with_prefill(n, 0), seconds=0.01 + 1e-5 * n, series="grid")
+            for n in range(0, 1000, 50)
+        ]
+    )
+
+
+def test_a_fit_and_a_comparison_are_drawn_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    many = {f"machine {k}": curve_fit(1.0 + k) for k in range(10)}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_fit(tmp_path / "fit.png", curve_fit(1.0), step_fit(), title="a model on a machine")
+        draw_curves(tmp_path / "all.svg", many, title="ten machines")
+
+    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "all.svg").read_text()
+
+
+def test_drawing_fits_without_matplotlib_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    with pytest.raises(MissingDependencyError, match=r"vllm-penalty-sched\[plot\]"):
+        draw_curves(tmp_path / "all.png", {"one": curve_fit(1.0)}, title="one machine")
