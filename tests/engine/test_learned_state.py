@@ -53,7 +53,7 @@ def test_what_was_learned_is_saved_while_running_and_taken_up_by_the_next_engine
         lambda state: state | {"hardware": "another GPU"},
         lambda state: state | {"model": "another model"},
         lambda state: state | {"speed": -1},
-        lambda state: {},
+        lambda _: {},
     ],
 )
 def test_a_state_that_does_not_fit_is_left_aside_with_one_warning(
