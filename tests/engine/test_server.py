@@ -81,17 +81,17 @@ def test_the_tightest_requests_slo_rules_and_the_budget_widens_when_it_ends(
     served: Served,
 ) -> None:
     steady = [
-        StreamRequest(prompt_token_ids=prompt(32, seed), output_tokens=500) for seed in range(4)
+        StreamRequest(prompt_token_ids=prompt(32, seed), output_tokens=900) for seed in range(4)
     ]
     tight = StreamRequest(
         prompt_token_ids=prompt(16, 50),
-        output_tokens=120,
+        output_tokens=250,
         send_at_s=2.0,
         xargs={"tbt_slo_ms": TIGHT_SLO_MS},
     )
     long = [
         StreamRequest(prompt_token_ids=prompt(3000, 100 + i), output_tokens=2, send_at_s=2.5)
-        for i in range(12)
+        for i in range(16)
     ]
 
     traces = stream_load(served.url, [*steady, tight, *long], model=served.model)
@@ -100,7 +100,7 @@ def test_the_tightest_requests_slo_rules_and_the_budget_widens_when_it_ends(
     tight_s = np.array(traces[4].arrivals_s)
     steady_s = np.array(traces[0].arrivals_s)
     gaps_s = np.diff(steady_s)
-    while_tight = (steady_s[1:] > 3.5) & (steady_s[1:] < tight_s[-1])
+    while_tight = (steady_s[1:] > 3.0) & (steady_s[1:] < tight_s[-1])
     last_long_s = max(trace.arrivals_s[0] for trace in traces[5:])
     after_tight = (steady_s[1:] > tight_s[-1] + 0.5) & (steady_s[1:] < last_long_s)
     assert while_tight.sum() > 20
@@ -126,7 +126,7 @@ def test_a_nonsense_slo_is_ignored_and_hurts_nobody_else(served: Served, value: 
     traces = stream_load(served.url, [bad, good], model=served.model)
 
     assert [trace.error for trace in traces] == [None, None]
-    assert [len(trace.arrivals_s) > 1 for trace in traces] == [True, True]
+    assert [trace.output_tokens for trace in traces] == [20, 20]
     warnings = re.findall(r"WARNING.*tbt_slo_ms must be", served.log.read_text())
     assert len(warnings) == 1
 
