@@ -244,8 +244,7 @@ def _aged_or(
     shape = fill.shape if fill else state.decodes
     if not tokens and state.starved_s >= state.max_defer_s:
         head = state.demands[0]
-        reason = Reason.AGED
-        tokens = min(head.remaining, max(head.minimum, AGED_TOKENS))
+        reason, tokens = Reason.AGED, _aged_tokens(state, head, model)
         shape = shape.with_prefill(tokens, head.cached)
     return Decision(
         reason=reason,
@@ -255,3 +254,13 @@ def _aged_or(
         decode_only_s=state.decode_only_s,
         holds_admission=bool(fill and fill.holds_admission),
     )
+
+
+def _aged_tokens(state: StepState, head: PrefillDemand, model: StepTimes | None) -> int:
+    """Return the least useful chunk, or more of it if the SLO has room without a margin."""
+    tokens = max(head.minimum, AGED_TOKENS)
+    if model is not None and state.slo_s is not None:
+        fits = model.largest_prefill(state.decodes, head.cached, state.slo_s / state.slowdown)
+        room = min(state.most_tokens, state.base_tokens - state.decodes.decode_tokens)
+        tokens = max(tokens, min(fits, room, state.seen_tokens))
+    return min(tokens, head.remaining)

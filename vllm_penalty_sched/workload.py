@@ -61,8 +61,8 @@ class LoadSpec:
 
     steady_requests: int = 8
     steady_prompt_tokens: int = 32
-    steady_output_tokens: int = 1500
-    injected_requests: int = 20
+    steady_output_tokens: int = 700
+    injected_requests: int = 16
     injected_prompt_tokens: int = 2000
     injected_output_tokens: int = 16
     length_jitter: float = 0.25
