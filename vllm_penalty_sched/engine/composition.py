@@ -137,7 +137,11 @@ def _waiting_demand(scheduler: VllmScheduler, request: Request) -> PrefillDemand
 
 
 def _minimum_tokens(scheduler: VllmScheduler, request: Request, needed: int) -> int:
-    """Return the fewest tokens that make progress; vLLM grants nothing below (0.28-0.33)."""
+    """Return the fewest tokens that make progress; vLLM grants nothing below (0.28-0.33).
+
+    Encoder-decoder models have chunked prefill off. What stalls whatever the budget (a full encoder
+    cache, LoRA slots, an operator's own too low ``long_prefill_token_threshold``) stalls stock too.
+    """
     config = scheduler.scheduler_config
     if not config.enable_chunked_prefill:
         return needed
