@@ -48,8 +48,6 @@ _SHAPE_TERMS = (
 TERMS = _TOKEN_TERMS + _SHAPE_TERMS
 TOKEN_TERMS = len(_TOKEN_TERMS)
 ATTENTION_WORK = TERMS.index("attention_work")
-CACHED_TOKENS = TERMS.index("cached_tokens")
-CHUNKS = TERMS.index("chunks")
 
 _NO_MIXED_TERMS = (0.0,) * (2 + len(DECODE_KNOTS) + len(CONTEXT_KNOTS))
 _KNOTS = np.array(KNOTS, dtype=np.float64)

@@ -133,13 +133,12 @@ class StepTimeModel:
             ConfigError: If the shape has no token, or ``seconds`` is not finite and positive.
         """
         _check_sample(shape, seconds)
+        sums = self._sums_of(shape)
         predicted_s = None
         if self.is_fitted:
             predicted_s = self.predict_s(shape)
             self._judged.append((predicted_s, seconds))
-            kind = self._mixed if shape.prefills else self._decode_only
-            self._speed.observe(math.log(seconds / predicted_s), kind_samples=kind.samples)
-        sums = self._mixed if shape.prefills else self._decode_only
+            self._speed.observe(math.log(seconds / predicted_s), kind_samples=sums.samples)
         sums.offered += 1
         if sums.samples < _TAKE_ALL or sums.offered % _TAKE_EVERY == 0:
             self._add(shape, seconds / self._speed.factor, fade=_FADE)
@@ -306,11 +305,13 @@ class StepTimeModel:
         if not self._coefficients:
             raise NotFittedError("the step-time model has learned from no step yet")
 
+    def _sums_of(self, shape: BatchShape) -> _NormalEquations:
+        return self._mixed if shape.prefills else self._decode_only
+
     def _add(self, shape: BatchShape, seconds: float, *, fade: float) -> None:
         self.largest_prefill_tokens = max(self.largest_prefill_tokens, shape.prefill_tokens)
-        sums = self._mixed if shape.prefills else self._decode_only
         # Relative error: a step ten times too long then weighs like one 9% off.
-        sums.add(term_vector(shape) / seconds, 1.0, fade=fade)
+        self._sums_of(shape).add(term_vector(shape) / seconds, 1.0, fade=fade)
 
     def _solve(self) -> None:
         gram = self._decode_only.gram + self._mixed.gram

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vllm_penalty_sched.errors import ConfigError, MissingDependencyError
+from vllm_penalty_sched.files import write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,8 +84,8 @@ def make_tiny_model(folder: Path, spec: TinyModelSpec | None = None) -> int:
     weights = _weights(spec)
     _save_weights(folder / "model.safetensors", weights)
     _train_tokenizer(spec).save(str(folder / "tokenizer.json"))
-    _write_json(folder / "config.json", _model_config(spec))
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(spec))
+    write_json(folder / "config.json", _model_config(spec))
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(spec))
     return sum(tensor.size for tensor in weights.values())
 
 
@@ -179,7 +179,3 @@ def _tokenizer_config(spec: TinyModelSpec) -> dict[str, object]:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-
-
-def _write_json(path: Path, content: dict[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
