@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from vllm_penalty_sched.batch import BatchShape
@@ -15,6 +16,8 @@ from vllm_penalty_sched.settings import Settings
 _WARM_UP_STEPS = 2
 # A loaded model with this many mixed steps needs no cold start.
 _KNOWN_MIXED_STEPS = 24
+# How fast the prefill speed is followed: a memory of about 50 steps.
+_SPEED_RATE = 0.02
 # Steps in a row that gave nobody a token although a budget was granted.
 _STALL_STEPS = 8
 
@@ -39,13 +42,26 @@ class StepLoad:
 
 
 class Planner:
-    """Holds what was learned, and plans each step with it; has no clock of its own."""
+    """Holds what was learned, and plans each step with it; has no clock of its own.
 
-    def __init__(self, settings: Settings, model: StepTimeModel | None = None) -> None:
+    Attributes:
+        model: Predicts step times.
+        margin: What its predictions are raised by, for noise.
+        slowdown: How much slower the machine is right now.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: StepTimeModel | None = None,
+        *,
+        margin: ConformalMargin | None = None,
+    ) -> None:
         self.model = model or StepTimeModel()
-        self.margin = ConformalMargin(settings.miss_rate)
+        self.margin = margin or ConformalMargin(settings.miss_rate)
         self.slowdown = Slowdown()
         self._settings = settings
+        self._limited_steps = self._limited_s = self._limited_tokens = 0.0
         self._cold_start = ColdStart(is_over=self.model.mixed_samples >= _KNOWN_MIXED_STEPS)
         self._warm_up_left = _WARM_UP_STEPS
         self._starving_since_s: float | None = None
@@ -56,6 +72,16 @@ class Planner:
     def is_cold(self) -> bool:
         """Whether chunks still follow the cold start's probe instead of the model."""
         return not (self._cold_start.is_over and self.model.is_fitted)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prefill speed of the latest steps that the SLO limited; infinite before any."""
+        return self._limited_tokens / self._limited_s if self._limited_tokens else math.inf
+
+    @property
+    def limited_step_s(self) -> float:
+        """Mean time of the latest steps that the SLO limited, seconds; 0 before any."""
+        return self._limited_s / self._limited_steps if self._limited_steps else 0.0
 
     def plan(self, load: StepLoad, now_s: float) -> Decision:
         """Return the prefill budget for a load.
@@ -115,6 +141,8 @@ class Planner:
             self._warm_up_left -= 1
             return None
         was_cold = self.is_cold
+        if decision is not None and decision.reason in (Reason.SLO, Reason.INFEASIBLE):
+            self._learn_speed(shape.prefill_tokens, seconds)
         predicted_s = self.model.observe(shape, seconds)
         if shape.decode_seqs and predicted_s is not None and not was_cold:
             self._learn_noise(shape, seconds, predicted_s, decision)
@@ -138,6 +166,13 @@ class Planner:
         if own_slo_s is None or default_s is None:
             return default_s if own_slo_s is None else own_slo_s
         return min(own_slo_s, default_s)
+
+    def _learn_speed(self, prefill_tokens: int, seconds: float) -> None:
+        # Only from steps that could have used more: a short prompt alone says nothing of the speed.
+        kept = 1.0 - _SPEED_RATE
+        self._limited_steps = kept * self._limited_steps + 1.0
+        self._limited_s = kept * self._limited_s + seconds
+        self._limited_tokens = kept * self._limited_tokens + prefill_tokens
 
     def _decode_only_s(self, decodes: BatchShape) -> float | None:
         if not decodes.decode_seqs:

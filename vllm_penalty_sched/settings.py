@@ -27,7 +27,8 @@ class Settings:
             time; above 1, at most 100.
         miss_rate: Share of the planned steps that may overrun the SLO, in (0, 0.5].
         max_defer_s: Longest time that prefills make no progress for the SLO's sake, seconds.
-        order: Which prefill goes first: ``fcfs``, vLLM's own order.
+        order: Which prefill goes first: ``slack``, as many as possible meet their TTFT SLO (it does
+            nothing where there is none); ``fcfs``, vLLM's own order.
         pacing: What the SLO binds: ``gap``, every single time between tokens.
         model: Path of a saved step-time model to start from; None: a cold start.
         state_path: File that keeps what was learned across restarts; None: none. Each
@@ -42,7 +43,7 @@ class Settings:
     tbt_slo_scale: float = 2.0
     miss_rate: float = 0.001
     max_defer_s: float = 1.0
-    order: Literal["fcfs"] = "fcfs"
+    order: Literal["fcfs", "slack"] = "slack"
     pacing: Literal["gap"] = "gap"
     model: str | None = None
     state_path: str | None = None
@@ -186,7 +187,7 @@ _RULES = {
     "tbt_slo_scale": _Rule("a number in (1, 100]", _within(1, 100)),
     "miss_rate": _Rule("a share in (0, 0.5]", _within(0, 0.5)),
     "max_defer_s": _Rule("a number of seconds in (0, 3600]", _within(0, 3600)),
-    "order": _one_of("fcfs"),
+    "order": _one_of("fcfs", "slack"),
     "pacing": _one_of("gap"),
     "model": _Rule("a file's path or null", _is_path_or_none),
     "state_path": _Rule("a file's path or null", _is_path_or_none),

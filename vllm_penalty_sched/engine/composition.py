@@ -122,6 +122,12 @@ def _admissible(scheduler: VllmScheduler) -> Iterator[Request]:
     return islice(ready or first, seats)
 
 
+def uncached_tokens(scheduler: VllmScheduler, request: Request) -> int:
+    """Return the tokens that must be computed for a waiting request, by today's prefix cache."""
+    cached = request.num_computed_tokens or _prefix_hit_tokens(scheduler, request)
+    return int(request.num_tokens - cached)
+
+
 def _waiting_demand(scheduler: VllmScheduler, request: Request) -> PrefillDemand:
     cached = request.num_computed_tokens or _prefix_hit_tokens(scheduler, request)
     remaining = max(1, request.num_tokens - cached)

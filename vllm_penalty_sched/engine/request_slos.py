@@ -35,6 +35,11 @@ class RequestSlos:
         if slo.tbt_slo_s is not None or slo.ttft_slo_s is not None:
             self._slos[request.request_id] = slo
 
+    def ttft_s(self, request_id: str) -> float | None:
+        """Return a request's own TTFT SLO, seconds; None if it brought none."""
+        slo = self._slos.get(request_id)
+        return slo.ttft_slo_s if slo else None
+
     def tightest_tbt_s(
         self, decode_needs: Mapping[str, int], requests: dict[str, Request]
     ) -> float | None:

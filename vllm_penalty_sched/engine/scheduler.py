@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as VllmAsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
 from vllm_penalty_sched.engine.composition import (
@@ -19,11 +21,13 @@ from vllm_penalty_sched.engine.composition import (
     read_composition,
     read_demands,
     read_scheduled,
+    uncached_tokens,
 )
 from vllm_penalty_sched.engine.configuration import ranked_path, read_model, read_settings
 from vllm_penalty_sched.engine.decision_notes import DecisionNotes
 from vllm_penalty_sched.engine.learned_state import StateSaver
 from vllm_penalty_sched.engine.request_slos import RequestSlos
+from vllm_penalty_sched.engine.slack_queue import SlackQueue
 from vllm_penalty_sched.engine.step_timer import StepTimer
 from vllm_penalty_sched.engine.step_trace import StepTrace
 from vllm_penalty_sched.planner import Planner, StepLoad
@@ -54,6 +58,7 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
     _is_strict = False
     _steers = False
     max_num_scheduled_tokens: int
+    waiting: RequestQueue
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Scheduler:
         """Choose the class for the configured scheduling mode, which is final by now."""
@@ -68,6 +73,8 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         self.planner = Planner(settings, read_model(settings, self.vllm_config))
         self.reasons: Counter[str] = Counter()
         self._steers = settings.mode == "enforce"
+        self._orders = self._steers and settings.order == "slack"
+        self._ttft_slo_s = math.inf if settings.ttft_slo_ms is None else settings.ttft_slo_ms / 1e3
         self._is_strict = os.environ.get(STRICT_VARIABLE) == "1"
         self._timer = StepTimer()
         self._slos = RequestSlos()
@@ -84,6 +91,8 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         """Take in a request and the SLOs in its ``vllm_xargs``."""
         if self.planner is not None:
             self._guarded(self._slos.add, request)
+            if self._orders:
+                self._guarded(self._order_waiting, request)
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -120,6 +129,23 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
             self._guarded(self._saver.take, self.planner.model)
         super().shutdown()
 
+    def _order_waiting(self, request: Request) -> None:
+        """Put our queue in the place of vLLM's once a request has a TTFT SLO."""
+        if isinstance(self.waiting, SlackQueue) or math.isinf(self._ttft_deadline_s(request)):
+            return
+        queue = SlackQueue(
+            deadline_s=self._ttft_deadline_s,
+            tokens_left=partial(uncached_tokens, self),
+            by_priority=self.policy == SchedulingPolicy.PRIORITY,
+        )
+        for waiting in self.waiting:
+            queue.add_request(waiting)
+        self.waiting = queue
+
+    def _ttft_deadline_s(self, request: Request) -> float:
+        own_s = self._slos.ttft_s(request.request_id)
+        return self.clock() + (self._ttft_slo_s if own_s is None else own_s)
+
     def _may_steer(self, before: Composition | None) -> bool:
         return self._steers and before is not None and self.pause_state == PauseState.UNPAUSED
 
@@ -128,6 +154,14 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
     ) -> tuple[StepLoad, Decision]:
         demands: tuple[PrefillDemand, ...] = ()
         could_use = False
+        if isinstance(self.waiting, SlackQueue):
+            started_tokens = sum(needed for _, needed in before.prefills)
+            self.waiting.rank(
+                now_s,
+                planner.prefill_tokens_per_s,
+                started_tokens=started_tokens,
+                latency_s=planner.limited_step_s * (1 + self._timer.in_flight),
+            )
         if before.decodes.decode_seqs:
             demands, could_use = read_demands(self, before.prefills)
         load = StepLoad(

@@ -38,6 +38,11 @@ class StepTimer:
         self._in_flight: deque[_InFlight] = deque()
         self._done_s: float | None = None
 
+    @property
+    def in_flight(self) -> int:
+        """Steps scheduled and not completed yet."""
+        return len(self._in_flight)
+
     def scheduled(
         self, output: object, shape: BatchShape, decision: Decision | None, *, started_s: float
     ) -> None:
