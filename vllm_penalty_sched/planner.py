@@ -64,6 +64,7 @@ class Planner:
         self._limited_steps = self._limited_s = self._limited_tokens = 0.0
         self._cold_start = ColdStart(is_over=self.model.mixed_samples >= _KNOWN_MIXED_STEPS)
         self._warm_up_left = _WARM_UP_STEPS
+        self._latest_slo_s = self.slo_s(None, None)
         self._starving_since_s: float | None = None
         self._held_since_s: float | None = None
         self._fruitless_steps = 0
@@ -91,7 +92,7 @@ class Planner:
             now_s: A monotonic clock's reading, seconds.
         """
         decode_only_s = self._decode_only_s(load.decodes)
-        slo_s = self.slo_s(load.own_slo_s, decode_only_s)
+        slo_s = self._latest_slo_s = self.slo_s(load.own_slo_s, decode_only_s)
         state = StepState(
             decodes=load.decodes,
             demands=load.demands,
@@ -109,6 +110,20 @@ class Planner:
         )
         decision = decide(state, None if self.is_cold else self.model)
         return self._unstalled(decision, load)
+
+    def nothing_to_prefill(self) -> Decision:
+        """Return the decision for a step in which nobody can prefill."""
+        self._is_served()
+        return Decision(reason=Reason.NO_PREFILL, prefill_tokens=0, slo_s=self._latest_slo_s)
+
+    def nothing_to_protect(self) -> Decision:
+        """Return the decision for a step in which nobody decodes: no limit."""
+        self._is_served()
+        return Decision(reason=Reason.NO_DECODE)
+
+    def _is_served(self) -> None:
+        self._starving_since_s = self._held_since_s = None
+        self._fruitless_steps = 0
 
     def scheduled(
         self, decision: Decision, load: StepLoad, *, prefill_tokens: int, now_s: float

@@ -19,6 +19,7 @@ def fail(*_args: object, **_options: object) -> None:
 
 
 ENTRY_POINTS = {
+    "prefilling": lambda patch, _: patch.setattr(scheduler_module, "read_prefilling", fail),
     "composition": lambda patch, _: patch.setattr(scheduler_module, "read_composition", fail),
     "demands": lambda patch, _: patch.setattr(scheduler_module, "read_demands", fail),
     "scheduled shape": lambda patch, _: patch.setattr(scheduler_module, "read_scheduled", fail),
@@ -52,6 +53,7 @@ def test_a_fault_at_any_entry_point_is_counted_told_once_and_hurts_no_request(
         start_decodes(engine, 4, output=50)
         for index in range(3):
             add(engine, f"prompt-{index}", 500, 20)
+            play(engine, 4)
         play(engine, 5000)
 
     assert not engine.is_busy
@@ -66,7 +68,7 @@ def test_a_fault_at_any_entry_point_is_counted_told_once_and_hurts_no_request(
 def test_strict_mode_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENALTY_SCHED_STRICT", "1")
     engine = make_engine(Scheduler)
-    monkeypatch.setattr(scheduler_module, "read_composition", fail)
+    monkeypatch.setattr(scheduler_module, "read_prefilling", fail)
     add(engine, "request", 10, 2)
 
     with pytest.raises(RuntimeError, match="poisoned"):

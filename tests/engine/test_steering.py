@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -65,8 +66,14 @@ def run_random(
         max_num_batched_tokens=1024,
     )
     decisions: list[Decision] = []
-    plan = engine.scheduler.planner.plan
-    engine.scheduler.planner.plan = lambda *args: decisions.append(plan(*args)) or decisions[-1]
+    plan = engine.scheduler._plan
+
+    def watched_plan(*args: Any) -> Any:
+        planned = plan(*args)
+        decisions.append(planned.decision)
+        return planned
+
+    engine.scheduler._plan = watched_plan
     todo = [
         make_request(
             f"request-{index}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,23 @@ class Composition:
     is_sorted: bool
 
 
+def read_prefilling(scheduler: VllmScheduler) -> list[Request]:
+    """Return the admitted requests that prefill, in vLLM's order."""
+    return [request for request in scheduler.running if request.is_prefill_chunk]
+
+
+def could_admit(scheduler: VllmScheduler) -> bool:
+    """Return whether a request waits and there is a seat for one."""
+    waiting = scheduler.waiting or getattr(scheduler, "kv_holding_waiting", ())
+    return bool(waiting) and _free_seats(scheduler) > 0
+
+
+def _free_seats(scheduler: VllmScheduler) -> int:
+    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+    seats = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
+    return int(seats - taken)
+
+
 def read_composition(scheduler: VllmScheduler) -> Composition:
     """Return who decodes and who prefills in the next step, with exact token counts.
 
@@ -50,35 +67,37 @@ def read_composition(scheduler: VllmScheduler) -> Composition:
     longest = scheduler.max_model_len - getattr(scheduler, "num_sampled_tokens_per_step", 1)
     decode_needs: dict[str, int] = {}
     prefills: list[tuple[Request, int]] = []
-    context = 0
+    tokens = context = 0
     is_sorted = True
+    # One pass of a few attribute reads a request: with hundreds running it is what planning costs.
     for request in scheduler.running:
         computed = request.num_computed_tokens
+        wanted = request.num_tokens_with_spec
         placeholders = request.num_output_placeholders
-        if placeholders and _is_finishing(request, computed, placeholders):
-            continue
-        needed = max(0, min(request.num_tokens_with_spec + placeholders, longest) - computed)
-        if request.next_decode_eligible_step > next_step:
+        if placeholders:
+            # Async scheduling: the step in flight already brings the last token (vLLM's own rule).
+            if computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+                continue
+            wanted += placeholders
+        if wanted > longest:
+            wanted = longest
+        needed = wanted - computed
+        if needed < 0 or request.next_decode_eligible_step > next_step:
             needed = 0
         if request.is_prefill_chunk:
             prefills.append((request, needed))
-        else:
-            is_sorted = is_sorted and not prefills
-            decode_needs[request.request_id] = needed
-            context += computed
+            continue
+        if prefills:
+            is_sorted = False
+        decode_needs[request.request_id] = needed
+        tokens += needed
+        context += computed
     decodes = BatchShape(
-        decode_seqs=len(decode_needs),
-        decode_tokens=sum(decode_needs.values()),
-        decode_context=context,
+        decode_seqs=len(decode_needs), decode_tokens=tokens, decode_context=context
     )
     return Composition(
         decode_needs=decode_needs, decodes=decodes, prefills=prefills, is_sorted=is_sorted
     )
-
-
-def _is_finishing(request: Request, computed: int, placeholders: int) -> bool:
-    # Async scheduling: the step in flight already brings the last token (vLLM's own rule).
-    return bool(computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens)
 
 
 def read_demands(
@@ -112,8 +131,7 @@ def read_demands(
 
 def _admissible(scheduler: VllmScheduler) -> Iterator[Request]:
     """Yield waiting requests in vLLM's order, ready ones alone if there are any."""
-    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-    seats = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs) - taken
+    seats = _free_seats(scheduler)
     if seats <= 0:
         return iter(())
     queues = chain(getattr(scheduler, "kv_holding_waiting", ()), scheduler.waiting)
@@ -186,25 +204,37 @@ def _could_start(scheduler: VllmScheduler, request: Request) -> bool:
 
 
 def read_scheduled(
-    scheduler: VllmScheduler, output: SchedulerOutput, before: Composition
+    scheduler: VllmScheduler, output: SchedulerOutput, prefilling: Iterable[Request]
 ) -> BatchShape:
-    """Return the shape of the step that vLLM scheduled; call it right after ``schedule()``."""
+    """Return the shape of the step that vLLM scheduled; call it right after ``schedule()``.
+
+    Args:
+        scheduler: vLLM's scheduler.
+        output: What it returned.
+        prefilling: From ``read_prefilling``, before the call. Who was running and not among them
+            decodes; who comes from waiting prefills, be it a single token.
+    """
     granted = output.num_scheduled_tokens
-    decodes = before.decodes
-    if output.total_num_scheduled_tokens == decodes.decode_tokens and all(
-        request_id in before.decode_needs for request_id in granted
-    ):
-        return decodes
-    chunks = []
-    seqs = tokens = context = 0
-    for request_id, new in granted.items():
-        computed_before = scheduler.requests[request_id].num_computed_tokens - new
-        if request_id in before.decode_needs:
-            seqs += 1
-            tokens += new
-            context += computed_before
-        else:
-            chunks.append((new, max(0, computed_before)))
+    requests = scheduler.requests
+    candidates = chain(
+        [request.request_id for request in prefilling],
+        [new.req_id for new in output.scheduled_new_reqs],
+        output.scheduled_cached_reqs.resumed_req_ids,
+    )
+    chunk_ids = [request_id for request_id in candidates if request_id in granted]
+    chunks = [
+        (granted[name], max(0, requests[name].num_computed_tokens - granted[name]))
+        for name in chunk_ids
+    ]
+    seqs = len(granted) - len(chunks)
+    tokens = output.total_num_scheduled_tokens - sum(new for new, _ in chunks)
+    context = 0
+    if seqs and len(granted) == len(scheduler.running):
+        everything = sum([request.num_computed_tokens for request in scheduler.running])
+        context = everything - tokens - sum(new + cached for new, cached in chunks)
+    elif seqs:
+        decoding = granted.keys() - chunk_ids
+        context = sum(requests[name].num_computed_tokens for name in decoding) - tokens
     return BatchShape(
         prefills=tuple(chunks), decode_seqs=seqs, decode_tokens=tokens, decode_context=context
     )

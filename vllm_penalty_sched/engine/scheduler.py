@@ -7,7 +7,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
 from vllm_penalty_sched.engine.composition import (
     Composition,
+    could_admit,
     read_composition,
     read_demands,
+    read_prefilling,
     read_scheduled,
     uncached_tokens,
 )
@@ -31,7 +34,7 @@ from vllm_penalty_sched.engine.slack_queue import SlackQueue
 from vllm_penalty_sched.engine.step_timer import StepTimer
 from vllm_penalty_sched.engine.step_trace import StepTrace
 from vllm_penalty_sched.planner import Planner, StepLoad
-from vllm_penalty_sched.policy import Decision, PrefillDemand
+from vllm_penalty_sched.policy import Decision
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,6 +44,15 @@ log = logging.getLogger("vllm.penalty_sched")
 
 STRICT_VARIABLE = "PENALTY_SCHED_STRICT"
 """Environment variable that makes the plugin's own errors fatal, for tests and debugging."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A decision and what it was made from; None where a look at the queues was enough."""
+
+    decision: Decision
+    load: StepLoad | None = None
+    before: Composition | None = None
 
 
 class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checked here
@@ -100,15 +112,13 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         if self.planner is None:  # built without __init__
             return super().schedule(*args, **kwargs)
         started_s = self.clock()
-        before = self._guarded(read_composition, self)
-        planned = (
-            self._guarded(self._plan, self.planner, before, started_s)
-            if self._may_steer(before)
-            else None
-        )
-        output = self._schedule_within(planned, before, *args, **kwargs)
-        if before is not None:
-            self._guarded(self._take_in, self.planner, output, before, planned, started_s)
+        prefilling = self._guarded(read_prefilling, self)
+        planned = None
+        if prefilling is not None and self._may_steer():
+            planned = self._guarded(self._plan, self.planner, prefilling, started_s)
+        output = self._schedule_within(planned, *args, **kwargs)
+        if prefilling is not None:
+            self._guarded(self._take_in, self.planner, output, prefilling, planned, started_s)
         return output
 
     def update_from_output(
@@ -146,24 +156,18 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         own_s = self._slos.ttft_s(request.request_id)
         return self.clock() + (self._ttft_slo_s if own_s is None else own_s)
 
-    def _may_steer(self, before: Composition | None) -> bool:
-        return self._steers and before is not None and self.pause_state == PauseState.UNPAUSED
+    def _may_steer(self) -> bool:
+        return self._steers and self.pause_state == PauseState.UNPAUSED
 
-    def _plan(
-        self, planner: Planner, before: Composition, now_s: float
-    ) -> tuple[StepLoad, Decision]:
-        demands: tuple[PrefillDemand, ...] = ()
-        could_use = False
+    def _plan(self, planner: Planner, prefilling: Sequence[Request], now_s: float) -> PlannedStep:
+        if not prefilling and not could_admit(self):
+            return PlannedStep(planner.nothing_to_prefill())
         if isinstance(self.waiting, SlackQueue):
-            started_tokens = sum(needed for _, needed in before.prefills)
-            self.waiting.rank(
-                now_s,
-                planner.prefill_tokens_per_s,
-                started_tokens=started_tokens,
-                latency_s=planner.limited_step_s * (1 + self._timer.in_flight),
-            )
-        if before.decodes.decode_seqs:
-            demands, could_use = read_demands(self, before.prefills)
+            self._rank(self.waiting, planner, prefilling, now_s)
+        if len(prefilling) == len(self.running):
+            return PlannedStep(planner.nothing_to_protect())
+        before = read_composition(self)
+        demands, could_use = read_demands(self, before.prefills)
         load = StepLoad(
             decodes=before.decodes,
             demands=demands,
@@ -171,24 +175,33 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
             own_slo_s=self._slos.tightest_tbt_s(before.decode_needs, self.requests),
             base_tokens=self.max_num_scheduled_tokens,
         )
-        return load, planner.plan(load, now_s)
+        return PlannedStep(planner.plan(load, now_s), load, before)
+
+    def _rank(
+        self, queue: SlackQueue, planner: Planner, prefilling: Sequence[Request], now_s: float
+    ) -> None:
+        queue.rank(
+            now_s,
+            planner.prefill_tokens_per_s,
+            started_tokens=sum(
+                request.num_tokens - request.num_computed_tokens for request in prefilling
+            ),
+            latency_s=planner.limited_step_s * (1 + self._timer.in_flight),
+        )
 
     def _schedule_within(
-        self,
-        planned: tuple[StepLoad, Decision] | None,
-        before: Composition | None,
-        *args: Any,
-        **kwargs: Any,
+        self, planned: PlannedStep | None, *args: Any, **kwargs: Any
     ) -> SchedulerOutput:
-        prefill_tokens = planned[1].prefill_tokens if planned else None
-        if planned is None or before is None or prefill_tokens is None:
+        if planned is not None:
+            self._put_decodes_first(planned.before)
+        prefill_tokens = planned.decision.prefill_tokens if planned else None
+        if planned is None or planned.before is None or prefill_tokens is None:
             return super().schedule(*args, **kwargs)
-        self._put_decodes_first(before)
         config = self.scheduler_config
         base_tokens = self.max_num_scheduled_tokens
         threshold = config.long_prefill_token_threshold
         self.max_num_scheduled_tokens = min(
-            base_tokens, before.decodes.decode_tokens + prefill_tokens
+            base_tokens, planned.before.decodes.decode_tokens + prefill_tokens
         )
         if self.need_mamba_block_aligned_split and prefill_tokens:
             # Lets a block wider than the budget advance in parts (vLLM 0.28-0.33).
@@ -199,30 +212,36 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
             self.max_num_scheduled_tokens = base_tokens
             config.long_prefill_token_threshold = threshold
 
-    def _put_decodes_first(self, before: Composition) -> None:
+    def _put_decodes_first(self, before: Composition | None) -> None:
         if self.policy == SchedulingPolicy.PRIORITY:
             # A request that must give up its own blocks ends vLLM's loop over running (0.28-0.33):
             # with the least urgent last, no decode behind it goes without its tokens.
             self.running.sort(key=_urgency)
-        elif not before.is_sorted:
+        elif before is not None and not before.is_sorted:
             self.running.sort(key=_is_prefilling)  # stable: vLLM's order within each kind
 
     def _take_in(
         self,
         planner: Planner,
         output: SchedulerOutput,
-        before: Composition,
-        planned: tuple[StepLoad, Decision] | None,
+        prefilling: Sequence[Request],
+        planned: PlannedStep | None,
         started_s: float,
     ) -> None:
-        shape = read_scheduled(self, output, before)
-        decision = planned[1] if planned else None
+        shape = read_scheduled(self, output, prefilling)
+        decision = planned.decision if planned else None
         self._timer.scheduled(output, shape, decision, started_s=started_s)
-        if planned:
-            load, decision = planned
-            self.reasons[decision.reason] += 1
-            planner.scheduled(decision, load, prefill_tokens=shape.prefill_tokens, now_s=started_s)
-            self._notes.about(decision, before.decodes)
+        if planned is None:
+            return
+        self.reasons[planned.decision.reason] += 1
+        if planned.load is not None:
+            planner.scheduled(
+                planned.decision,
+                planned.load,
+                prefill_tokens=shape.prefill_tokens,
+                now_s=started_s,
+            )
+            self._notes.about(planned.decision, planned.load.decodes)
 
     def _learn(self, planner: Planner, output: SchedulerOutput, now_s: float) -> None:
         step = self._timer.completed(output, done_s=now_s)

@@ -25,7 +25,11 @@ except ImportError:  # before it moved
 
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.calibration_grid import EngineLimits
-from vllm_penalty_sched.engine.composition import read_composition, read_scheduled
+from vllm_penalty_sched.engine.composition import (
+    read_composition,
+    read_prefilling,
+    read_scheduled,
+)
 from vllm_penalty_sched.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,17 +53,18 @@ class SteppedScheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule one step as vLLM does, within the limit."""
-        before = read_composition(self)
+        prefilling = read_prefilling(self)
+        decodes = read_composition(self).decodes
         base_tokens = self.max_num_scheduled_tokens
         if self.prefill_limit is not None:
             self.max_num_scheduled_tokens = min(
-                base_tokens, before.decodes.decode_tokens + self.prefill_limit
+                base_tokens, decodes.decode_tokens + self.prefill_limit
             )
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = base_tokens
-        self.ran = read_scheduled(self, output, before)
+        self.ran = read_scheduled(self, output, prefilling)
         return output
 
 
