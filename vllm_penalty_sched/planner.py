@@ -32,6 +32,8 @@ class StepLoad:
         demands_could_use_tokens: False if all of them wait for something else than tokens.
         own_slo_s: Tightest SLO that a running decode brought along; None if none did.
         base_tokens: The engine's own token budget for a step.
+        slack_s: Time from the step's start to the first deadline of its tokens, seconds; None if
+            gaps are limited instead.
     """
 
     decodes: BatchShape
@@ -39,6 +41,7 @@ class StepLoad:
     demands_could_use_tokens: bool
     own_slo_s: float | None
     base_tokens: int
+    slack_s: float | None = None
 
 
 class Planner:
@@ -48,6 +51,7 @@ class Planner:
         model: Predicts step times.
         margin: What its predictions are raised by, for noise.
         slowdown: How much slower the machine is right now.
+        latest_slo_s: The SLO that was last in force, seconds; None before any.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Planner:
         self._limited_steps = self._limited_s = self._limited_tokens = 0.0
         self._cold_start = ColdStart(is_over=self.model.mixed_samples >= _KNOWN_MIXED_STEPS)
         self._warm_up_left = _WARM_UP_STEPS
-        self._latest_slo_s = self.slo_s(None, None)
+        self.latest_slo_s = self.slo_s(None, None)
         self._starving_since_s: float | None = None
         self._held_since_s: float | None = None
         self._fruitless_steps = 0
@@ -92,12 +96,16 @@ class Planner:
             now_s: A monotonic clock's reading, seconds.
         """
         decode_only_s = self._decode_only_s(load.decodes)
-        slo_s = self._latest_slo_s = self.slo_s(load.own_slo_s, decode_only_s)
+        slo_s = self.latest_slo_s = self.slo_s(load.own_slo_s, decode_only_s)
+        earned_s = 0.0
+        if load.slack_s is not None and slo_s is not None:
+            earned_s = max(0.0, load.slack_s - slo_s)
         state = StepState(
             decodes=load.decodes,
             demands=load.demands,
             decode_only_s=decode_only_s,
             slo_s=slo_s,
+            earned_s=earned_s,
             slo_is_fixed=load.own_slo_s is not None or self._settings.tbt_slo_ms is not None,
             margin=self.margin.relative,
             slowdown=self.slowdown.factor,
@@ -114,7 +122,7 @@ class Planner:
     def nothing_to_prefill(self) -> Decision:
         """Return the decision for a step in which nobody can prefill."""
         self._is_served()
-        return Decision(reason=Reason.NO_PREFILL, prefill_tokens=0, slo_s=self._latest_slo_s)
+        return Decision(reason=Reason.NO_PREFILL, prefill_tokens=0, slo_s=self.latest_slo_s)
 
     def nothing_to_protect(self) -> Decision:
         """Return the decision for a step in which nobody decodes: no limit."""

@@ -71,6 +71,7 @@ class StepState:
         demands: Requests that want prefill, in the order in which vLLM will serve them.
         decode_only_s: Expected time of the step without prefill; None while unknown.
         slo_s: The SLO in force; None while it is not settled.
+        earned_s: By how much the step may exceed the SLO, since earlier tokens came early.
         slo_is_fixed: Whether it was set by someone, and not derived from the decode-only time.
         margin: Share by which predictions are raised, for noise.
         slowdown: Factor by which steps take longer right now, at least 1.
@@ -86,6 +87,7 @@ class StepState:
     demands: tuple[PrefillDemand, ...]
     decode_only_s: float | None
     slo_s: float | None
+    earned_s: float = 0.0
     slo_is_fixed: bool
     margin: float
     slowdown: float
@@ -105,7 +107,7 @@ class Decision:
         reason: What set it.
         prefill_tokens: The most prefill tokens of the step; None: no limit.
         predicted_s: Predicted time if all of them are used; None without a model.
-        slo_s: The SLO that it was made for; None if there was none to hold.
+        slo_s: The SLO that it was made for, what was earned included; None if there was none.
         decode_only_s: Expected time of the step without prefill; None while unknown.
         holds_admission: Whether a waiting request was left waiting for the decodes' sake.
     """
@@ -146,7 +148,7 @@ def decide(state: StepState, model: StepTimes | None) -> Decision:
     if infeasible:
         limit_s = state.decode_only_s * (1.0 + TRICKLE_SHARE)
     else:
-        limit_s = _limit_s(state.slo_s, state.decode_only_s, state)
+        limit_s = _limit_s(state.slo_s + state.earned_s, state.decode_only_s, state)
     fill = _fill(state, model, limit_s, state.most_tokens, infeasible=infeasible)
     if model is not None and fill.tokens > state.seen_tokens:
         daring = min(state.most_tokens, _within_proportion(state, model, limit_s))
@@ -250,7 +252,7 @@ def _aged_or(
         reason=reason,
         prefill_tokens=tokens,
         predicted_s=model.predict_s(shape) if model else None,
-        slo_s=state.slo_s,
+        slo_s=None if state.slo_s is None else state.slo_s + state.earned_s,
         decode_only_s=state.decode_only_s,
         holds_admission=bool(fill and fill.holds_admission),
     )

@@ -29,7 +29,9 @@ class Settings:
         max_defer_s: Longest time that prefills make no progress for the SLO's sake, seconds.
         order: Which prefill goes first: ``slack``, as many as possible meet their TTFT SLO (it does
             nothing where there is none); ``fcfs``, vLLM's own order.
-        pacing: What the SLO binds: ``gap``, every single time between tokens.
+        pacing: What the SLO binds: ``gap``, every single time between tokens; ``deadline``, token
+            k by k SLOs after the first one, so that time saved earlier may be spent on a larger
+            chunk.
         model: Path of a saved step-time model to start from; None: a cold start.
         state_path: File that keeps what was learned across restarts; None: none. Each
             data-parallel rank adds its number to the name.
@@ -44,7 +46,7 @@ class Settings:
     miss_rate: float = 0.001
     max_defer_s: float = 1.0
     order: Literal["fcfs", "slack"] = "slack"
-    pacing: Literal["gap"] = "gap"
+    pacing: Literal["gap", "deadline"] = "gap"
     model: str | None = None
     state_path: str | None = None
     trace_path: str | None = None
@@ -188,7 +190,7 @@ _RULES = {
     "miss_rate": _Rule("a share in (0, 0.5]", _within(0, 0.5)),
     "max_defer_s": _Rule("a number of seconds in (0, 3600]", _within(0, 3600)),
     "order": _one_of("fcfs", "slack"),
-    "pacing": _one_of("gap"),
+    "pacing": _one_of("gap", "deadline"),
     "model": _Rule("a file's path or null", _is_path_or_none),
     "state_path": _Rule("a file's path or null", _is_path_or_none),
     "trace_path": _Rule("a file's path or null", _is_path_or_none),

@@ -40,6 +40,11 @@ class RequestSlos:
         slo = self._slos.get(request_id)
         return slo.ttft_slo_s if slo else None
 
+    def tbt_s(self, request_id: str) -> float | None:
+        """Return a request's own TBT SLO, seconds; None if it brought none."""
+        slo = self._slos.get(request_id)
+        return slo.tbt_slo_s if slo else None
+
     def tightest_tbt_s(
         self, decode_needs: Mapping[str, int], requests: dict[str, Request]
     ) -> float | None:

@@ -33,6 +33,7 @@ from vllm_penalty_sched.engine.request_slos import RequestSlos
 from vllm_penalty_sched.engine.slack_queue import SlackQueue
 from vllm_penalty_sched.engine.step_timer import StepTimer
 from vllm_penalty_sched.engine.step_trace import StepTrace
+from vllm_penalty_sched.engine.token_deadlines import TokenDeadlines
 from vllm_penalty_sched.planner import Planner, StepLoad
 from vllm_penalty_sched.policy import Decision
 
@@ -89,6 +90,7 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         self._ttft_slo_s = math.inf if settings.ttft_slo_ms is None else settings.ttft_slo_ms / 1e3
         self._is_strict = os.environ.get(STRICT_VARIABLE) == "1"
         self._timer = StepTimer()
+        self._deadlines = TokenDeadlines() if settings.pacing == "deadline" else None
         self._slos = RequestSlos()
         self._notes = DecisionNotes(settings)
         rank = self.parallel_config.data_parallel_index
@@ -127,8 +129,11 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         """Learn from the step that ended, then let vLLM process its output."""
         if self.planner is None:
             return super().update_from_output(scheduler_output, *args, **kwargs)
-        self._guarded(self._learn, self.planner, scheduler_output, self.clock())
+        now_s = self.clock()
+        self._guarded(self._learn, self.planner, scheduler_output, now_s)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        if self._deadlines is not None:
+            self._guarded(partial(self._deadlines.take_in, outputs, now_s=now_s))
         if not self.running or self.pause_state != PauseState.UNPAUSED:
             self._timer.idle()
         return outputs
@@ -174,8 +179,20 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
             demands_could_use_tokens=could_use,
             own_slo_s=self._slos.tightest_tbt_s(before.decode_needs, self.requests),
             base_tokens=self.max_num_scheduled_tokens,
+            slack_s=self._slack_s(planner, before, now_s) if self._deadlines else None,
         )
         return PlannedStep(planner.plan(load, now_s), load, before)
+
+    def _slack_s(self, planner: Planner, before: Composition, now_s: float) -> float | None:
+        default_s = planner.latest_slo_s
+        if self._deadlines is None or default_s is None or not planner.model.is_fitted:
+            return None
+        self._deadlines.forget_all_but(self.requests)
+        return self._deadlines.slack_s(
+            [self.requests[name] for name in before.decode_needs],
+            slo_s=lambda name: self._slos.tbt_s(name) or default_s,
+            starts_s=self._timer.next_start_s(now_s, planner.model.predict_s),
+        )
 
     def _rank(
         self, queue: SlackQueue, planner: Planner, prefilling: Sequence[Request], now_s: float

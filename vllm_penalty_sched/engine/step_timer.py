@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_penalty_sched.batch import BatchShape
@@ -42,6 +43,18 @@ class StepTimer:
     def in_flight(self) -> int:
         """Steps scheduled and not completed yet."""
         return len(self._in_flight)
+
+    def next_start_s(self, now_s: float, expected_s: Callable[[BatchShape], float]) -> float:
+        """Return when a step that is scheduled now can start: behind those in flight.
+
+        Args:
+            now_s: The time.
+            expected_s: Expected time of a step, seconds.
+        """
+        if not self._in_flight:
+            return now_s
+        first_s = self._in_flight[0].started_s if self._done_s is None else self._done_s
+        return max(now_s, first_s + sum(expected_s(step.shape) for step in self._in_flight))
 
     def scheduled(
         self, output: object, shape: BatchShape, decision: Decision | None, *, started_s: float
