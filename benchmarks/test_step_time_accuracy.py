@@ -24,6 +24,7 @@ COMMAND = "GPU_COSTS=DIR STEP_TIME_JSON=FILE python -m pytest -s benchmarks/" + 
 SEED, HELD_OUT_STEPS, MOST_PREFILL = 0, 1000, 2048
 MISS_RATE, NOISE, PLANNED_STEPS, WARM_STEPS, ORACLE_EVERY = 0.01, 0.03, 5000, 200, 25
 JUMP, DRIFT = 1.3, 1.5
+MIXED_KERNELS = "rtx"  # only for these tables is a mixed step's attention measured as one kernel
 STEPS = (
     "decodes uniform in 1-256, their mean context log-uniform in 64-8192, 0-3 chunks of 1-2048 "
     "tokens in all (uniform), half of them on a cached context log-uniform in 64-8192"
@@ -150,10 +151,11 @@ def plan(cost: Any, *, drift: float) -> dict[str, float]:
         if step < 0:
             shape, tokens = random_step(rng), 0
         else:
-            most = model.largest_prefill(decodes, cached, limit_s / (1.0 + margin.relative))
+            raised = margin.relative_for(decodes)
+            most = model.largest_prefill(decodes, cached, limit_s / (1.0 + raised))
             tokens = min(most, MOST_PREFILL)
             shape = decodes.with_prefill(tokens, cached)
-            margins.append(margin.relative)
+            margins.append(raised)
             if step % ORACLE_EVERY == 0:
                 chosen += tokens
                 fitting += largest_true_prefill(cost, decodes, cached, limit_s / speed)
@@ -163,7 +165,9 @@ def plan(cost: Any, *, drift: float) -> dict[str, float]:
             is_judged = 0 < tokens < MOST_PREFILL
             overran += [time_s > limit_s] * is_judged
             margin.observe(
-                time_s / predicted_s - 1.0, overran=time_s > limit_s if is_judged else None
+                time_s / predicted_s - 1.0,
+                overran=time_s > limit_s if is_judged else None,
+                shape=shape,
             )
     return {
         "overrun_share": float(np.mean(overran)),
@@ -234,11 +238,20 @@ def test_the_step_time_model_beats_the_quadratic_on_every_machine(results: dict)
             assert figures["mape"] < 0.5 * figures["quadratic_mape"]
 
 
-def test_a_thousand_steps_predict_the_others_within_six_percent(results: dict) -> None:
-    assert max(r["accuracy"]["after_1000_steps"]["mape"] for r in results.values()) < 0.06
+@pytest.mark.parametrize(("steps", "simple", "mixed"), [(200, 0.025, 0.045), (1000, 0.02, 0.04)])
+def test_few_steps_predict_the_others(
+    results: dict, steps: int, simple: float, mixed: float
+) -> None:
+    for name, result in results.items():
+        most = mixed if name.startswith(MIXED_KERNELS) else simple
+        assert result["accuracy"][f"after_{steps}_steps"]["mape"] <= most
 
 
 @pytest.mark.parametrize("kind", ["planned", "planned_drift"])
-def test_the_margin_holds_the_miss_rate_within_a_factor_of_two(results: dict, kind: str) -> None:
-    assert max(result[kind]["overrun_share"] for result in results.values()) <= 2 * MISS_RATE
-    assert min(result[kind]["chunks_relative_to_oracle"] for result in results.values()) > 0.5
+def test_the_margin_holds_the_miss_rate_and_leaves_room_for_chunks(
+    results: dict, kind: str
+) -> None:
+    for name, result in results.items():
+        least = 0.75 if name.startswith(MIXED_KERNELS) else 0.85
+        assert abs(result[kind]["overrun_share"] - MISS_RATE) <= 0.5 * MISS_RATE
+        assert result[kind]["chunks_relative_to_oracle"] >= least

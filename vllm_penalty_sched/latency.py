@@ -4,76 +4,46 @@ from __future__ import annotations
 
 import math
 import os
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from operator import mul
 from pathlib import Path
 from statistics import fmean, pvariance
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.errors import ConfigError, ModelFileError, NotFittedError
-from vllm_penalty_sched.features import (
-    ATTENTION_WORK,
-    RIDGE_WEIGHTS,
-    SCALES,
-    TERMS,
-    TOKEN_TERMS,
-    shape_terms,
-    term_vector,
-    token_segments,
-)
+from vllm_penalty_sched.fading_sums import FadingSums
+from vllm_penalty_sched.features import RIDGE_WEIGHTS, SCALES, TERMS, term_matrix
 from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.machine_speed import MachineSpeed
 from vllm_penalty_sched.model_state import (
-    LearnedSums,
     ModelState,
     Provenance,
     state_from_json,
     state_to_json,
 )
+from vllm_penalty_sched.nonnegative import improve
+from vllm_penalty_sched.step_cost import MAX_PREFILL_TOKENS, StepCost
 
-MAX_PREFILL_TOKENS = 1 << 20
-"""The most that ``largest_prefill`` returns: a model that has seen no slope cannot bound it."""
+__all__ = ["MAX_PREFILL_TOKENS", "StepTimeModel", "load_model"]
 
-# Older steps of a kind fade with this factor for each new one: a memory of about 2,000 steps.
-_FADE = 1.0 - 1.0 / 2000
 # Strength of the pull towards "all time is the floor", in samples: few steps must not be read as
 # a steep slope.
 _RIDGE = 2e-3
-# Every step of a kind is solved for at first, then one in so many: a solve takes 0.1-0.3 ms.
+# The coefficients follow every step of a kind at first, then one in so many.
 _SOLVE_EACH, _SOLVE_EVERY = 48, 8
+# Systems solved within one step, 10-30 us each; what is left is for the next steps.
+_MOST_PIVOTS = 2
+# Enough for any offline fit to come to its end.
+_MOST_PIVOTS_AT_ONCE = 20 * len(TERMS)
 # After this many steps of a kind, one in so many is taken into the sums; the speed follows all.
 _TAKE_ALL, _TAKE_EVERY = 1000, 4
+# Fits in a row of the same steps, each with the outliers that the one before tells.
+_REWEIGHTINGS = 4
 # Latest predictions that the figures of merit are about.
 _JUDGED_STEPS = 500
-
-
-class _NormalEquations:
-    """Fading sums of one kind of steps, for least squares on relative errors."""
-
-    __slots__ = ("gram", "moment", "offered", "samples")
-
-    def __init__(self, learned: LearnedSums | None = None) -> None:
-        self.gram = learned.gram if learned else np.zeros((len(TERMS), len(TERMS)))
-        self.moment = learned.moment if learned else np.zeros(len(TERMS))
-        self.samples = learned.samples if learned else 0
-        self.offered = 0
-
-    def add(self, terms: NDArray[np.float64], target: float, *, fade: float) -> None:
-        if fade != 1.0:
-            self.gram *= fade
-            self.moment *= fade
-        self.gram += np.multiply.outer(terms, terms)
-        self.moment += target * terms
-        self.samples += 1
-
-    def learned(self) -> LearnedSums:
-        return LearnedSums(gram=self.gram.copy(), moment=self.moment.copy(), samples=self.samples)
+_NOT_FITTED = "the step-time model has learned from no step yet"
 
 
 class StepTimeModel:
@@ -91,15 +61,16 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self.provenance = Provenance()
-        self._decode_only = _NormalEquations()
-        self._mixed = _NormalEquations()
+        self._decode_only = FadingSums()
+        self._mixed = FadingSums()
         self.largest_prefill_tokens = 0
         self._speed = MachineSpeed()
         self._judged: deque[tuple[float, float]] = deque(maxlen=_JUDGED_STEPS)
-        self._coefficients: list[float] = []
-        self._bounds: list[float] = []
-        self._intercepts: list[float] = []
-        self._slopes: list[float] = []
+        self._gram = np.zeros((len(TERMS), len(TERMS)))
+        self._moment = np.zeros(len(TERMS))
+        self._scaled = np.zeros(len(TERMS))
+        self._is_solved = True
+        self._cost: StepCost | None = None
 
     @property
     def samples(self) -> int:
@@ -114,14 +85,14 @@ class StepTimeModel:
     @property
     def is_fitted(self) -> bool:
         """Whether there is anything to predict from."""
-        return bool(self._coefficients)
+        return self._cost is not None
 
     def coefficients(self) -> dict[str, float]:
         """Return the coefficient of each term, seconds per unit, at the present speed."""
-        return {
-            name: value * self._speed.factor
-            for name, value in zip(TERMS, self._coefficients, strict=bool(self._coefficients))
-        }
+        if self._cost is None:
+            return {}
+        speed, values = self._speed.factor, self._cost.coefficients_s
+        return {name: speed * value for name, value in zip(TERMS, values, strict=True)}
 
     def observe(self, shape: BatchShape, seconds: float) -> float | None:
         """Learn from one step that ran; takes microseconds, and a solve every few steps.
@@ -135,16 +106,29 @@ class StepTimeModel:
         _check_sample(shape, seconds)
         sums = self._sums_of(shape)
         predicted_s = None
-        if self.is_fitted:
-            predicted_s = self.predict_s(shape)
+        if self._cost is not None:
+            predicted_s = self._speed.factor * self._cost.seconds(shape)
             self._judged.append((predicted_s, seconds))
             self._speed.observe(math.log(seconds / predicted_s), kind_samples=sums.samples)
+        else:
+            self._scaled[0] = seconds  # all time is the floor, until more is known
         sums.offered += 1
+        is_summed = False
         if sums.samples < _TAKE_ALL or sums.offered % _TAKE_EVERY == 0:
-            self._add(shape, seconds / self._speed.factor, fade=_FADE)
-            if sums.samples <= _SOLVE_EACH or sums.samples % _SOLVE_EVERY == 0:
-                self._solve()
+            is_summed = self._take(sums, shape, seconds / self._speed.factor)
+        # Later on the sums and the solve share no step: each may take a few hundred microseconds.
+        if not self._is_solved and (sums.samples <= _SOLVE_EACH or not is_summed):
+            self._solve(most_pivots=_MOST_PIVOTS)
         return predicted_s
+
+    def _take(self, sums: FadingSums, shape: BatchShape, seconds: float) -> bool:
+        """Take a step in, and return whether the sums were brought up to date for it."""
+        self.largest_prefill_tokens = max(self.largest_prefill_tokens, shape.prefill_tokens)
+        sums.add(shape, seconds)
+        is_due = sums.samples <= _SOLVE_EACH or sums.samples % _SOLVE_EVERY == 0
+        if is_due:
+            self._sum_up()
+        return is_due
 
     def fit(self, shapes: Sequence[BatchShape], seconds: Sequence[float]) -> StepTimeModel:
         """Forget everything and fit all samples at once; ``observe`` may go on from there.
@@ -161,12 +145,24 @@ class StepTimeModel:
         for shape, time_s in zip(shapes, seconds, strict=True):
             _check_sample(shape, time_s)
         self.__init__()  # type: ignore[misc]  # the one place that starts the state afresh
-        for shape, time_s in zip(shapes, seconds, strict=True):
-            self._add(shape, float(time_s), fade=1.0)
-        self._solve()
-        pairs = zip(shapes, seconds, strict=True)
-        self._judged.extend((self.predict_s(shape), float(time_s)) for shape, time_s in pairs)
+        times_s = np.asarray(seconds, dtype=np.float64)
+        relative = term_matrix(shapes) / times_s[:, np.newaxis]
+        is_mixed = np.array([bool(shape.prefills) for shape in shapes])
+        self.largest_prefill_tokens = max(shape.prefill_tokens for shape in shapes)
+        scaled = None
+        for _ in range(_REWEIGHTINGS):
+            self._decode_only.replace(relative[~is_mixed], scaled)
+            self._mixed.replace(relative[is_mixed], scaled)
+            self._sum_up()
+            self._solve(most_pivots=_MOST_PIVOTS_AT_ONCE)
+            scaled = self._scaled
+        self.judge_by((relative @ self._scaled * times_s).tolist(), times_s.tolist())
         return self
+
+    def judge_by(self, predicted_s: Sequence[float], measured_s: Sequence[float]) -> None:
+        """Let the figures of merit be about these predictions, such as a cross-validation's."""
+        pairs = [(p, m) for p, m in zip(predicted_s, measured_s, strict=True)]
+        self._judged = deque(pairs, maxlen=max(_JUDGED_STEPS, len(pairs)))
 
     @property
     def mape(self) -> float | None:
@@ -190,13 +186,14 @@ class StepTimeModel:
         Raises:
             NotFittedError: If no step has been learned.
         """
-        self._check_fitted()
+        if self._cost is None:
+            raise NotFittedError(_NOT_FITTED)
         return ModelState(
-            coefficients_s=tuple(self._coefficients),
+            coefficients_s=self._cost.coefficients_s,
             speed=self._speed.factor,
             largest_prefill_tokens=self.largest_prefill_tokens,
-            decode_only=self._decode_only.learned(),
-            mixed=self._mixed.learned(),
+            decode_only=self._decode_only.learned(self._scaled),
+            mixed=self._mixed.learned(self._scaled),
             mape=self.mape,
             r_squared=self.r_squared,
             provenance=self.provenance,
@@ -207,11 +204,12 @@ class StepTimeModel:
         """Return a model that goes on from a state."""
         model = cls()
         model.provenance = state.provenance
-        model._decode_only = _NormalEquations(state.decode_only)
-        model._mixed = _NormalEquations(state.mixed)
+        model._decode_only = FadingSums(state.decode_only)
+        model._mixed = FadingSums(state.mixed)
         model._speed = MachineSpeed(state.speed)
         model.largest_prefill_tokens = state.largest_prefill_tokens
-        model._take_coefficients(list(state.coefficients_s))
+        model._scaled = np.array(state.coefficients_s) * SCALES
+        model._cost = StepCost(state.coefficients_s)
         return model
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -229,11 +227,9 @@ class StepTimeModel:
         Raises:
             NotFittedError: If no step has been learned.
         """
-        self._check_fitted()
-        if not shape.tokens:
-            return 0.0
-        rest = sum(map(mul, self._coefficients[TOKEN_TERMS:], shape_terms(shape)))
-        return float(self._speed.factor * (self._token_part_s(shape.tokens) + rest))
+        if self._cost is None:
+            raise NotFittedError(_NOT_FITTED)
+        return self._speed.factor * self._cost.seconds(shape)
 
     def penalty_s(self, shape: BatchShape) -> float:
         """Return what the step's prefill adds to it, seconds.
@@ -243,13 +239,16 @@ class StepTimeModel:
         """
         return self.predict_s(shape) - self.predict_s(shape.without_prefill())
 
-    def largest_prefill(self, shape: BatchShape, cached: int, limit_s: float) -> int:
+    def largest_prefill(
+        self, shape: BatchShape, cached: int, limit_s: float, most: int = MAX_PREFILL_TOKENS
+    ) -> int:
         """Return the most new tokens of one more chunk that keep the step within a limit.
 
         Args:
             shape: The step without that chunk.
             cached: Tokens of the chunk's request computed before, >= 0.
             limit_s: Longest time the step may take, seconds.
+            most: The most tokens to return.
 
         Returns:
             0 if not even one token fits, at most ``MAX_PREFILL_TOKENS``.
@@ -258,72 +257,28 @@ class StepTimeModel:
             NotFittedError: If no step has been learned.
             ConfigError: If ``cached`` is negative.
         """
-        self._check_fitted()
+        if self._cost is None:
+            raise NotFittedError(_NOT_FITTED)
         if cached < 0:
             raise ConfigError(f"cached must be >= 0, got {cached}")
-        one = shape.with_prefill(1, cached)
-        tokens = shape.tokens
-        work_s = self._coefficients[ATTENTION_WORK]
-        fixed_s = self.predict_s(one) / self._speed.factor - self._token_part_s(tokens + 1)
-        left_s = limit_s / self._speed.factor - (fixed_s - work_s * (cached + 0.5))
+        fits = self._cost.largest_prefill(shape, cached, limit_s / self._speed.factor)
+        return min(fits, most)
 
-        low, high = 0, len(self._bounds)
-        while high - low > 1:  # the last piece whose first token fits
-            middle = (low + high) // 2
-            first = max(int(self._bounds[middle]) + 1 - tokens, 1)
-            if self._chunk_s(middle, tokens, first, cached) <= left_s:
-                low = middle
-            else:
-                high = middle
-        return self._solve_piece(low, tokens, cached, left_s)
-
-    def _solve_piece(self, piece: int, tokens: int, cached: int, left_s: float) -> int:
-        last = piece + 1 == len(self._bounds)
-        most = MAX_PREFILL_TOKENS if last else int(self._bounds[piece + 1]) - tokens
-        if most < 1 or not self._chunk_s(piece, tokens, 1, cached) <= left_s:
-            return 0
-        half_work = 0.5 * self._coefficients[ATTENTION_WORK]
-        slope = self._slopes[piece] + 2.0 * half_work * cached
-        spare_s = left_s - self._intercepts[piece] - self._slopes[piece] * tokens
-        # The stable root of half_work p^2 + slope p = spare_s.
-        divisor = slope + math.sqrt(slope * slope + 4.0 * half_work * max(0.0, spare_s))
-        if divisor * most <= 2.0 * spare_s:
-            return min(most, MAX_PREFILL_TOKENS)
-        fits = int(2.0 * spare_s / divisor)
-        return max(0, min(fits, most))
-
-    def _chunk_s(self, piece: int, tokens: int, new: int, cached: int) -> float:
-        work = new * (cached + 0.5 * new)
-        token_part_s = self._intercepts[piece] + self._slopes[piece] * (tokens + new)
-        return token_part_s + self._coefficients[ATTENTION_WORK] * work
-
-    def _token_part_s(self, tokens: int) -> float:
-        piece = bisect_left(self._bounds, tokens) - 1
-        return self._intercepts[piece] + self._slopes[piece] * tokens
-
-    def _check_fitted(self) -> None:
-        if not self._coefficients:
-            raise NotFittedError("the step-time model has learned from no step yet")
-
-    def _sums_of(self, shape: BatchShape) -> _NormalEquations:
+    def _sums_of(self, shape: BatchShape) -> FadingSums:
         return self._mixed if shape.prefills else self._decode_only
 
-    def _add(self, shape: BatchShape, seconds: float, *, fade: float) -> None:
-        self.largest_prefill_tokens = max(self.largest_prefill_tokens, shape.prefill_tokens)
-        # Relative error: a step ten times too long then weighs like one 9% off.
-        self._sums_of(shape).add(term_vector(shape) / seconds, 1.0, fade=fade)
-
-    def _solve(self) -> None:
-        gram = self._decode_only.gram + self._mixed.gram
-        moment = self._decode_only.moment + self._mixed.moment
+    def _sum_up(self) -> None:
+        decode_only = self._decode_only.learned(self._scaled)
+        mixed = self._mixed.learned(self._scaled)
+        gram = decode_only.gram + mixed.gram
         gram.flat[:: len(TERMS) + 1] += RIDGE_WEIGHTS * (_RIDGE * gram[0, 0] / self.samples)
-        lower = np.linalg.cholesky(gram)
-        scaled, _ = nnls(lower.T, np.linalg.solve(lower, moment))
-        self._take_coefficients((scaled / SCALES).tolist())
+        self._gram, self._moment = gram, decode_only.moment + mixed.moment
+        self._is_solved = False
 
-    def _take_coefficients(self, coefficients: list[float]) -> None:
-        self._coefficients = coefficients
-        self._bounds, self._intercepts, self._slopes = token_segments(coefficients)
+    def _solve(self, *, most_pivots: int) -> None:
+        solution = improve(self._gram, self._moment, self._scaled, most_pivots=most_pivots)
+        self._scaled, self._is_solved = solution.values, solution.is_optimal
+        self._cost = StepCost((self._scaled / SCALES).tolist())
 
 
 def load_model(path: str | os.PathLike[str]) -> StepTimeModel:

@@ -107,7 +107,7 @@ class Planner:
             slo_s=slo_s,
             earned_s=earned_s,
             slo_is_fixed=load.own_slo_s is not None or self._settings.tbt_slo_ms is not None,
-            margin=self.margin.relative,
+            margin=self.margin.relative_for(load.decodes),
             slowdown=self.slowdown.factor,
             most_tokens=self._most_tokens(load.decodes, slo_s),
             seen_tokens=max(FIRST_CHUNK_TOKENS, self.model.largest_prefill_tokens),
@@ -225,7 +225,7 @@ class Planner:
             overran = None
             if decision is not None and decision.reason is Reason.SLO:
                 overran = decision.slo_s is not None and seconds > decision.slo_s
-            self.margin.observe(ratio / self.slowdown.factor - 1.0, overran=overran)
+            self.margin.observe(ratio / self.slowdown.factor - 1.0, shape=shape, overran=overran)
         self.slowdown.observe(ratio - 1.0)
 
 

@@ -41,8 +41,10 @@ class StepTimes(Protocol):
     def predict_s(self, shape: BatchShape) -> float:
         """Return the predicted time of a step, seconds."""
 
-    def largest_prefill(self, shape: BatchShape, cached: int, limit_s: float) -> int:
-        """Return the most tokens of one more chunk that keep the step within the limit."""
+    def largest_prefill(
+        self, shape: BatchShape, cached: int, limit_s: float, most: int = ...
+    ) -> int:
+        """Return the most tokens of one more chunk, up to ``most``, that keep to the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +191,7 @@ def _fill(
             return _Fill(tokens, shape, False, True)
         fits = min(demand.remaining, room - tokens)
         if model is not None:
-            fits = min(fits, model.largest_prefill(shape, demand.cached, limit_s))
+            fits = model.largest_prefill(shape, demand.cached, limit_s, max(0, fits))
         if fits < _least(demand):
             return _Fill(tokens, shape, False, False)
         tokens += fits
@@ -262,7 +264,8 @@ def _aged_tokens(state: StepState, head: PrefillDemand, model: StepTimes | None)
     """Return the least useful chunk, or more of it if the SLO has room without a margin."""
     tokens = max(head.minimum, AGED_TOKENS)
     if model is not None and state.slo_s is not None:
-        fits = model.largest_prefill(state.decodes, head.cached, state.slo_s / state.slowdown)
         room = min(state.most_tokens, state.base_tokens - state.decodes.decode_tokens)
-        tokens = max(tokens, min(fits, room, state.seen_tokens))
+        most = max(0, min(room, state.seen_tokens, head.remaining))
+        limit_s = state.slo_s / state.slowdown
+        tokens = max(tokens, model.largest_prefill(state.decodes, head.cached, limit_s, most))
     return min(tokens, head.remaining)

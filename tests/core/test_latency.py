@@ -1,4 +1,5 @@
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -70,6 +71,42 @@ def test_steps_ten_times_too_long_hardly_move_the_model() -> None:
         model.observe(shape, gpu_like_s(shape) * (10.0 if step % 100 == 50 else 1.0))
 
     assert mape(model) < mape(learned(600, seed=1)) + 0.005
+
+
+def test_what_an_early_fit_took_for_an_outlier_is_weighed_again_by_a_later_one() -> None:
+    rng = np.random.default_rng(3)
+    model = StepTimeModel()
+    for step in range(200):
+        shape = random_shape(rng)
+        model.observe(shape, gpu_like_s(shape) * (10.0 if step in (3, 9, 27) else 1.0))
+
+    assert mape(model) < mape(learned(200, seed=3)) + 0.005
+
+
+def test_a_short_chunk_that_is_cheaper_than_a_long_one_is_learned_as_such() -> None:
+    rng = np.random.default_rng(4)
+    model = StepTimeModel()
+    for _ in range(400):
+        seqs, new = int(rng.integers(1, 200)), int(rng.integers(1, 64))
+        shape = BatchShape(decode_seqs=seqs, decode_tokens=seqs, decode_context=seqs * 2000)
+        dearer = 1.0 + min(new, 16) / 16
+        model.observe(shape.with_prefill(new, 0), 9e-3 + 1.6e-8 * dearer * shape.decode_context)
+
+    decodes = BatchShape(decode_seqs=100, decode_tokens=100, decode_context=200_000)
+    assert model.predict_s(decodes.with_prefill(4, 0)) == pytest.approx(13.0e-3, rel=0.03)
+    assert model.predict_s(decodes.with_prefill(40, 0)) == pytest.approx(15.4e-3, rel=0.03)
+
+
+def test_the_memory_that_learning_takes_is_bounded() -> None:
+    model = learned(1500)
+    before = len(pickle.dumps(model))
+    rng = np.random.default_rng(6)
+    for _ in range(1500):
+        shape = random_shape(rng)
+        model.observe(shape, gpu_like_s(shape))
+
+    # Bytes: the steps that wait for the next solve come and go, and with them two sums.
+    assert len(pickle.dumps(model)) < before + 60_000
 
 
 def test_a_machine_that_slows_down_is_followed_within_a_hundred_steps() -> None:
@@ -181,6 +218,15 @@ def test_an_impossible_time_is_refused(seconds: float) -> None:
 def test_fit_refuses_pairs_that_do_not_match() -> None:
     with pytest.raises(ConfigError, match="pairs"):
         StepTimeModel().fit([], [])
+
+
+def test_figures_of_merit_can_be_about_predictions_made_elsewhere() -> None:
+    model = learned(100)
+
+    model.judge_by([1.1, 1.8], [1.0, 2.0])
+
+    assert model.mape == pytest.approx(0.1)
+    assert model.r_squared == pytest.approx(1.0 - 0.025 / 0.25)
 
 
 def test_figures_of_merit_are_about_predictions_made_before_learning() -> None:

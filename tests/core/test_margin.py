@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_penalty_sched import ConfigError
+from tests.strategies import shapes
+from vllm_penalty_sched import BatchShape, ConfigError
 from vllm_penalty_sched.margin import ConformalMargin, Slowdown
 
 
@@ -20,9 +21,9 @@ def overrun_share(noise: list[float], miss_rate: float, *, skipped: int) -> tupl
     return float(np.mean(overruns[skipped:])), float(np.mean(margins[skipped:]))
 
 
-@pytest.mark.parametrize("miss_rate", [0.001, 0.01, 0.05])
+@pytest.mark.parametrize("miss_rate", [0.0005, 0.001, 0.01, 0.05])
 def test_the_share_of_overruns_comes_to_the_miss_rate(miss_rate: float) -> None:
-    noise = list(0.03 * np.random.default_rng(0).standard_normal(20_000))
+    noise = list(0.03 * np.random.default_rng(0).standard_normal(int(max(20_000, 20 / miss_rate))))
 
     share, _ = overrun_share(noise, miss_rate, skipped=500)
 
@@ -60,14 +61,85 @@ def test_what_the_model_erred_while_it_was_learning_is_forgotten() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(-0.99, 1e6), st.sampled_from([True, False, None])), max_size=300)
+    st.lists(
+        st.tuples(
+            st.floats(-0.99, 1e6),
+            st.sampled_from([True, False, None]),
+            st.none() | shapes(with_prefill=True),
+        ),
+        max_size=300,
+    ),
+    st.sampled_from([1e-6, 0.01, 0.5, 0.999]),
+    shapes(),
 )
-def test_the_margin_stays_within_its_bounds(steps: list) -> None:
-    margin = ConformalMargin(0.01)
-    for residual, overran in steps:
-        margin.observe(residual, overran=overran)
+def test_the_margin_stays_within_its_bounds(
+    steps: list, miss_rate: float, shape: BatchShape
+) -> None:
+    margin = ConformalMargin(miss_rate)
+    for residual, overran, seen in steps:
+        margin.observe(residual, overran=overran, shape=seen)
 
     assert -0.5 <= margin.relative <= 1.0
+    assert -0.5 <= margin.relative_for(shape) <= 1.0
+
+
+def test_a_kind_of_steps_that_is_predicted_well_keeps_a_small_margin() -> None:
+    rng = np.random.default_rng(4)
+    margin = ConformalMargin(0.01)
+    calm = BatchShape(decode_seqs=4, decode_tokens=4, decode_context=400)
+    noisy = BatchShape(decode_seqs=200, decode_tokens=200, decode_context=400_000)
+    overran = {calm: 0, noisy: 0}
+    for step in range(6000):
+        shape, noise = (calm, 0.01) if step % 2 else (noisy, 0.08)
+        residual = noise * rng.standard_normal()
+        overran[shape] += step >= 1000 and residual > margin.relative_for(shape)
+        margin.observe(residual, overran=residual > margin.relative_for(shape), shape=shape)
+
+    # The 99th percentiles are 2.3% and 19%.
+    assert margin.relative_for(calm) < 0.05
+    assert 0.12 < margin.relative_for(noisy) < 0.3
+    # Of 2500 steps each, 25 at the miss rate.
+    assert max(overran.values()) < 50
+
+
+def test_a_kind_of_steps_never_seen_gets_the_margin_of_all() -> None:
+    rng = np.random.default_rng(5)
+    margin = ConformalMargin(0.01)
+    seen = BatchShape(decode_seqs=4, decode_tokens=4, decode_context=400)
+    for _ in range(300):
+        margin.observe(0.03 * rng.standard_normal(), overran=None, shape=seen)
+
+    unseen = BatchShape(decode_seqs=250, decode_tokens=250, decode_context=10**6)
+    assert margin.relative_for(unseen) == margin.relative
+
+
+@pytest.mark.parametrize("miss_rate", [1e-4, 1e-6])
+def test_a_miss_rate_below_what_was_ever_seen_is_answered_with_more_and_not_with_the_most(
+    miss_rate: float,
+) -> None:
+    rng = np.random.default_rng(6)
+    common, rare = ConformalMargin(0.01), ConformalMargin(miss_rate)
+    for residual in 0.03 * rng.standard_normal(3000):
+        common.observe(residual, overran=None)
+        rare.observe(residual, overran=None)
+
+    # Quantiles of this noise: 7%, and 11% at 1e-4, 14% at 1e-6.
+    assert common.relative + 0.02 < rare.relative < 0.25
+
+
+def test_each_overrun_raises_the_margin_and_steps_that_hold_the_slo_lower_it_again() -> None:
+    rng = np.random.default_rng(7)
+    margin = ConformalMargin(0.01)
+    for residual in 0.03 * rng.standard_normal(500):
+        margin.observe(residual, overran=None)
+    before = margin.relative
+    margin.observe(0.0, overran=True)
+    after = margin.relative
+    for _ in range(150):
+        margin.observe(0.03 * rng.standard_normal(), overran=False)
+
+    assert after > before
+    assert margin.relative < after
 
 
 @pytest.mark.parametrize("miss_rate", [0.0, 1.0, -0.1, float("nan")])
