@@ -6,11 +6,13 @@ import argparse
 import os
 import shlex
 import sys
+import time
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from vllm_penalty_sched import simulation_commands
 from vllm_penalty_sched.calibration_grid import FULL, QUICK
 from vllm_penalty_sched.errors import ConfigError, MissingDependencyError, PenaltySchedError
 from vllm_penalty_sched.files import write_json
@@ -20,6 +22,7 @@ from vllm_penalty_sched.plot import draw_fit
 from vllm_penalty_sched.samples import Sample, SamplesOrigin, read_samples
 from vllm_penalty_sched.serving import demo
 from vllm_penalty_sched.serving.run_record import describe_hardware, record_run, vllm_version
+from vllm_penalty_sched.serving.server import CPU_KV_CACHE_GIB, serves_on_cpu
 from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
 from vllm_penalty_sched.settings import Settings
 
@@ -117,6 +120,21 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture")
     command.set_defaults(run=_run_plot)
 
+    command = subcommands.add_parser(
+        "simulate", help="play a trace through vLLM's scheduler and ours on virtual time"
+    )
+    simulation_commands.add_simulate_arguments(command)
+    command.set_defaults(run=simulation_commands.run_simulate)
+
+    command = subcommands.add_parser(
+        "capacity",
+        help="search the highest rate at which enough requests are served well",
+        epilog="The rate is bracketed by doubling or halving, then bisected. The share does not "
+        "fall with the rate everywhere: another rate near the one named may meet the target too.",
+    )
+    simulation_commands.add_capacity_arguments(command)
+    command.set_defaults(run=simulation_commands.run_capacity)
+
     return parser
 
 
@@ -179,11 +197,16 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="concurrent requests of the penalty curve's set-up (%(default)s)",
     )
-    parser.add_argument("--quick", action="store_true", help="a small grid, for a few minutes")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small grid, for at most three minutes with a small model",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured where")
 
 
 def _run_calibrate(arguments: argparse.Namespace) -> int:
+    began_s = time.perf_counter()
     if arguments.concurrency < 2:
         raise ConfigError(f"concurrency must be >= 2, got {arguments.concurrency}")
     run = record_run(arguments.command, seed=0)
@@ -202,15 +225,13 @@ def _run_calibrate(arguments: argparse.Namespace) -> int:
             "calibrate needs vLLM, which is not installed: pip install 'vllm-penalty-sched[vllm]'"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # read when vLLM is imported
+    if serves_on_cpu():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(CPU_KV_CACHE_GIB))
     from vllm_penalty_sched.engine.calibrator import calibrate
 
-    result = calibrate(arguments.out, origin, QUICK if arguments.quick else FULL)
-    print(
-        f"{arguments.out}: {result.earlier + result.measured} of {result.points} points, "
-        f"{result.measured} of them measured now in {result.seconds:.0f} s"
-    )
-    if result.not_run:
-        print(f"not run as planned by this engine: {', '.join(result.not_run)}")
+    spec = QUICK if arguments.quick else FULL
+    result = calibrate(arguments.out, origin, spec, began_s=began_s)
+    print(f"{arguments.out}: {result}")
     if arguments.json:
         write_json(arguments.json, {**asdict(origin), **asdict(result), **run})
     return 0

@@ -27,7 +27,11 @@ MACHINE_COLORS = (
 )  # fmt: skip
 # The band around perfect predictions.
 BAND = 0.1
+_PANEL_TITLE = {"fontsize": 10, "loc": "left"}
 _DOTS = {"marker": "o", "markersize": 3, "alpha": 0.35, "markeredgewidth": 0, "linestyle": "none"}
+_MEDIANS = {"marker": "D", "markersize": 5, "markeredgewidth": 0, "linestyle": "none"}
+# Stalls many times longer than a step would press all else to the ground.
+_HIGHEST_SHOWN = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,7 @@ def draw_gaps(path: Path, panels: Sequence[GapPanel], *, tbt_slo_s: float, title
     figure.legend(
         handles, labels, loc="outside lower center", ncols=4, frameon=False, markerscale=1.5
     )
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_fit(path: Path, curve_fit: CurveFit, step_fit: StepFit, *, title: str) -> None:
@@ -107,11 +111,11 @@ def draw_fit(path: Path, curve_fit: CurveFit, step_fit: StepFit, *, title: str) 
         ConfigError: If the suffix names no format.
         MissingDependencyError: If matplotlib is not installed; names the extra.
     """
-    figure, (left, right) = _two_panels()
+    figure, (left, right) = two_panels()
     _draw_curve(left, curve_fit)
     _draw_predictions(right, step_fit)
     figure.suptitle(title, fontsize=11)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_curves(path: Path, fits: Mapping[str, CurveFit], *, title: str) -> None:
@@ -126,26 +130,33 @@ def draw_curves(path: Path, fits: Mapping[str, CurveFit], *, title: str) -> None
         ConfigError: If the suffix names no format.
         MissingDependencyError: If matplotlib is not installed; names the extra.
     """
-    figure, (left, right) = _two_panels()
+    figure, (left, right) = two_panels()
     for index, (name, fit) in enumerate(fits.items()):
         color = MACHINE_COLORS[index % len(MACHINE_COLORS)]
-        _draw_polynomial(left, fit.curve, color=color)
-        left.plot(fit.ratios, [1e3 * s for s in fit.seconds], color=color, **_DOTS)
+        _draw_polynomial(
+            left, fit.curve, color=color, label=f"{name}, R² {fit.curve.r_squared:.2f}"
+        )
+        _draw_measurements(left, fit, color=color)
         _draw_penalty(right, name, fit.curve, color=color)
-    _label_curve(left)
-    left.set_ylim(bottom=0)
-    left.set_title("penalty curve f(r), colors as on the right", fontsize=10, loc="left")
+    _label_curve(left, list(fits.values()))
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    left.set_title("penalty curve f(r), and the median of each composition", **_PANEL_TITLE)
     right.set_ylim(max(len(fits), 3) - 0.5, -0.5)
     right.margins(x=0.4)
     right.grid(visible=False, axis="y")
     right.axvline(0.0, color=SLO_COLOR, linewidth=0.8)
     right.set_xlabel("f(1) - f(0), ms")
-    right.set_title("penalty, and its share of f(0)", fontsize=10, loc="left")
+    right.set_title("penalty, and its share of f(0)", **_PANEL_TITLE)
     figure.suptitle(title, fontsize=11)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _two_panels() -> tuple[Any, Any]:
+def two_panels() -> tuple[Any, Any]:
+    """Return an empty figure and its two axes side by side.
+
+    Raises:
+        MissingDependencyError: If matplotlib is not installed; names the extra.
+    """
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -160,7 +171,12 @@ def _two_panels() -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure.
+
+    Raises:
+        ConfigError: If the suffix names no format.
+    """
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise ConfigError(f"a picture's suffix must be one of {', '.join(formats)}, got {path}")
@@ -169,17 +185,31 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _draw_curve(axis: Any, fit: CurveFit) -> None:
-    times_ms = [1e3 * seconds for seconds in fit.seconds]
-    axis.plot(fit.ratios, times_ms, color=WITHIN_COLOR, label=f"{len(times_ms)} steps", **_DOTS)
+    _draw_measurements(
+        axis,
+        fit,
+        color=WITHIN_COLOR,
+        labels=(f"{len(fit.seconds)} measurements", "median of a composition"),
+    )
     own = f"own fit, R² {fit.curve.r_squared:.2f}, f(1) - f(0) {1e3 * fit.curve.penalty_s:.2f} ms"
     _draw_polynomial(axis, fit.curve, color=OVER_COLOR, label=own)
     published = PenaltyCurve.published().scaled_to(fit.curve.predict_s(0.0))
     _draw_polynomial(
         axis, published, color=SLO_COLOR, label="published f(r), same f(0)", linestyle="--"
     )
-    _label_curve(axis)
+    _label_curve(axis, [fit])
     axis.legend(frameon=False, fontsize=9, loc="best")
-    axis.set_title("penalty curve", fontsize=10, loc="left")
+    axis.set_title("penalty curve", **_PANEL_TITLE)
+
+
+def _draw_measurements(
+    axis: Any, fit: CurveFit, *, color: str, labels: tuple[str | None, str | None] = (None, None)
+) -> None:
+    for ratios, seconds, style, label in (
+        (fit.ratios, fit.seconds, _DOTS, labels[0]),
+        (fit.median_ratios, fit.medians_s, _MEDIANS, labels[1]),
+    ):
+        axis.plot(ratios, [1e3 * s for s in seconds], color=color, label=label, **style)
 
 
 def _draw_polynomial(axis: Any, curve: PenaltyCurve, **style: Any) -> None:
@@ -194,8 +224,10 @@ def _draw_penalty(axis: Any, name: str, curve: PenaltyCurve, *, color: str) -> N
     axis.bar_label(bars, [f"{penalty_ms:.2f} ms ({share:+.0%})"], padding=4)
 
 
-def _label_curve(axis: Any) -> None:
+def _label_curve(axis: Any, fits: Sequence[CurveFit]) -> None:
     axis.set_xlim(-0.02, 1.02)
+    highest_s = max(max(*fit.medians_s, fit.curve.predict_s(1.0)) for fit in fits)
+    axis.set_ylim(0, 1e3 * _HIGHEST_SHOWN * highest_s)
     axis.set_xlabel("prefill ratio r: prefill tokens / all tokens of the step")
     axis.set_ylabel("time between tokens, ms")
 
@@ -212,15 +244,16 @@ def _draw_predictions(axis: Any, fit: StepFit) -> None:
     axis.plot(measured_ms, predicted_ms, color=WITHIN_COLOR, label="held-out step", **_DOTS)
     axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
     for side in (axis.xaxis, axis.yaxis):
-        _label_log(side)
+        label_log(side)
     axis.set_xlabel("measured step time, ms")
     axis.set_ylabel("predicted, ms")
     axis.legend(frameon=False, fontsize=9, loc="upper left")
     r_squared = "" if fit.r_squared is None else f"R² {fit.r_squared:.3f}, "
-    axis.set_title(f"step-time model: {r_squared}MAPE {fit.mape:.1%}", fontsize=10, loc="left")
+    axis.set_title(f"step-time model: {r_squared}MAPE {fit.mape:.1%}", **_PANEL_TITLE)
 
 
-def _label_log(side: Any) -> None:
+def label_log(side: Any) -> None:
+    """Put plain numbers 1, 2, 5, 10, ... on an axis's logarithmic side."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     side.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -43,7 +43,7 @@ class Settings:
     tbt_slo_ms: float | None = None
     ttft_slo_ms: float | None = None
     tbt_slo_scale: float = 2.0
-    miss_rate: float = 0.001
+    miss_rate: float = 0.0001
     max_defer_s: float = 1.0
     order: Literal["fcfs", "slack"] = "slack"
     pacing: Literal["gap", "deadline"] = "gap"

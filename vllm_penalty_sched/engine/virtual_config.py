@@ -18,7 +18,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-BLOCK_SIZE = 16
+from vllm_penalty_sched.simulation.plan import BLOCK_TOKENS
+
+BLOCK_SIZE = BLOCK_TOKENS
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -86,7 +88,11 @@ def make_vllm_config(
 
 
 def make_scheduler(
-    scheduler_cls: type[VllmScheduler], config: VllmConfig, *, kv_blocks: int = 20_000
+    scheduler_cls: type[VllmScheduler],
+    config: VllmConfig,
+    *,
+    kv_blocks: int = 20_000,
+    log_stats: bool = True,
 ) -> VllmScheduler:
     """Return a scheduler as EngineCore would construct it, for one attention layer.
 
@@ -94,6 +100,7 @@ def make_scheduler(
         scheduler_cls: vLLM's class or ours.
         config: From ``make_vllm_config``.
         kv_blocks: Blocks of ``BLOCK_SIZE`` tokens, one of which vLLM keeps for itself.
+        log_stats: As in vLLM: whether each step collects statistics.
     """
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
@@ -109,7 +116,7 @@ def make_scheduler(
         structured_output_manager=StructuredOutputManager(config),
         block_size=BLOCK_SIZE,
         hash_block_size=BLOCK_SIZE,
-        log_stats=True,
+        log_stats=log_stats,
     )
 
 
@@ -121,6 +128,7 @@ def make_request(
     arrival_s: float = 0.0,
     priority: int = 0,
     xargs: Mapping[str, Any] | None = None,
+    prefix_caching: bool = True,
 ) -> Request:
     """Return a request that generates exactly ``output_tokens`` tokens.
 
@@ -131,6 +139,7 @@ def make_request(
         arrival_s: Orders requests of equal priority.
         priority: As in vLLM: smaller goes first under the priority policy.
         xargs: The request's ``vllm_xargs``.
+        prefix_caching: Whether to hash its blocks, which takes long and serves nothing else.
     """
     return Request(
         request_id=request_id,
@@ -143,5 +152,5 @@ def make_request(
         pooling_params=None,
         arrival_time=arrival_s,
         priority=priority,
-        block_hasher=_hash_blocks,
+        block_hasher=_hash_blocks if prefix_caching else None,
     )

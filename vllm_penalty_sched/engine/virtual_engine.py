@@ -12,7 +12,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.engine.composition import Composition, read_composition, read_scheduled
+from vllm_penalty_sched.engine.composition import Composition, read_composition
 
 _TOKEN = 7
 # EngineCore sleeps this long after a step without tokens (vLLM 0.28-0.33).
@@ -25,16 +25,18 @@ class VirtualStep:
 
     Attributes:
         output: What the scheduler returned.
-        before: The composition just before the call.
+        before: The composition just before the call; None if steps are not kept.
         shape: What the step computes.
         samples: Requests that get a token from it.
+        seconds: How long the device computes it.
         finished_s: Virtual time at which the device is done with it.
     """
 
     output: SchedulerOutput
-    before: Composition
+    before: Composition | None
     shape: BatchShape
     samples: frozenset[str]
+    seconds: float
     finished_s: float
 
 
@@ -44,7 +46,7 @@ class VirtualEngine:
     Attributes:
         scheduler: vLLM's or ours; ours reads this engine's clock.
         now_s: Virtual time, seconds.
-        steps: Every step with tokens, in order.
+        steps: Every step with tokens, in order; empty with ``on_step``.
         token_times_s: For each request, when its tokens came.
     """
 
@@ -54,6 +56,7 @@ class VirtualEngine:
         step_time_s: Callable[[BatchShape], float],
         *,
         accept_drafts: Callable[[int], int] = lambda drafts: drafts,
+        on_step: Callable[[VirtualStep], None] | None = None,
     ) -> None:
         """Set up a loop.
 
@@ -61,6 +64,8 @@ class VirtualEngine:
             scheduler: A fresh scheduler.
             step_time_s: Time that the device takes for a shape, seconds.
             accept_drafts: Of so many draft tokens, how many are accepted.
+            on_step: Called with each step with tokens when it was scheduled. Steps are then not
+                kept, nor what was before them looked at: a long run stays small and quick.
         """
         self.scheduler = scheduler
         self.now_s = 0.0
@@ -68,6 +73,9 @@ class VirtualEngine:
         self.token_times_s: dict[str, list[float]] = defaultdict(list)
         self._step_time_s = step_time_s
         self._accept_drafts = accept_drafts
+        self._on_step = on_step
+        # Requests whose last scheduled step gave them a token: they decode in their next one.
+        self._decoding: set[str] = set()
         # Async scheduling fills a queue of two before it waits for the older one.
         self._depth = 2 if scheduler.scheduler_config.async_scheduling else 1
         self._in_flight: deque[VirtualStep] = deque()
@@ -115,26 +123,49 @@ class VirtualEngine:
         raise TimeoutError(f"requests unfinished after {most_steps} steps")
 
     def _schedule(self) -> VirtualStep:
-        before = read_composition(self.scheduler)
+        before = None if self._on_step else read_composition(self.scheduler)
         output = self.scheduler.schedule()
-        shape = read_scheduled(self.scheduler, output, before)
-        requests = self.scheduler.requests
-        samples = frozenset(
-            request_id
-            for request_id in output.num_scheduled_tokens
-            if not requests[request_id].is_prefill_chunk
-        )
+        shape, samples = self._read(output)
+        seconds = self._step_time_s(shape) if shape.tokens else 0.0
         finished_s = self.now_s
         if shape.tokens:
-            self._device_free_s = max(self.now_s, self._device_free_s) + self._step_time_s(shape)
+            self._device_free_s = max(self.now_s, self._device_free_s) + seconds
             finished_s = self._device_free_s
         step = VirtualStep(
-            output=output, before=before, shape=shape, samples=samples, finished_s=finished_s
+            output=output,
+            before=before,
+            shape=shape,
+            samples=samples,
+            seconds=seconds,
+            finished_s=finished_s,
         )
         self._in_flight.append(step)
         if shape.tokens:
-            self.steps.append(step)
+            (self._on_step or self.steps.append)(step)
         return step
+
+    def _read(self, output: SchedulerOutput) -> tuple[BatchShape, frozenset[str]]:
+        """Return what a step computes, and who gets a token from it."""
+        requests, decoding = self.scheduler.requests, self._decoding
+        decoding.difference_update(output.finished_req_ids, output.preempted_req_ids or ())
+        chunks, samples = [], []
+        seqs = tokens = context = 0
+        for request_id, new in output.num_scheduled_tokens.items():
+            request = requests[request_id]
+            computed_before = request.num_computed_tokens - new
+            if request_id in decoding:
+                seqs += 1
+                tokens += new
+                context += computed_before
+            else:
+                chunks.append((new, max(0, computed_before)))
+            if not request.is_prefill_chunk:
+                samples.append(request_id)
+        decoding.update(samples)
+        shape = BatchShape(
+            prefills=tuple(chunks), decode_seqs=seqs, decode_tokens=tokens, decode_context=context
+        )
+        return shape, frozenset(samples)
 
     def _complete(self, step: VirtualStep) -> None:
         self.now_s = max(self.now_s, step.finished_s)
