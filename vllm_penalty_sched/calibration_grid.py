@@ -14,6 +14,9 @@ CURVE_CHUNK_TOKENS = 8
 """Longest chunk of the curve's series: with 8 requests it ends at 64 prefill tokens, up to which
 a quadratic in the prefill ratio describes steps (``PenaltyCurve``)."""
 
+LONG_PROMPT_TOKENS = 1024
+"""Prompts from this length on take most of a calibration's time."""
+
 # A one-token chunk runs as a decode in vLLM's attention (0.28-0.33), so the shortest has two.
 _SHORTEST_CHUNK = 2
 # Decodes may have outgrown their planned context by this much before they are replaced.
@@ -68,11 +71,15 @@ class GridPoint:
             raise ConfigError(f"only the first chunk may have cached tokens, got {self.prefills}")
 
     @property
+    def composition(self) -> str:
+        """What the repetitions of a point have in common."""
+        chunks = "".join(f"+{new}@{cached}" for new, cached in self.prefills)
+        return f"{self.decode_seqs}x{self.decode_context}{chunks}"
+
+    @property
     def name(self) -> str:
         """The point's name in its series, one line."""
-        chunks = "".join(f"+{new}@{cached}" for new, cached in self.prefills)
-        name = f"{self.decode_seqs}x{self.decode_context}{chunks}"
-        return f"{self.repetition}:{name}" if self.repetition else name
+        return f"{self.repetition}:{self.composition}" if self.repetition else self.composition
 
     @property
     def allowed_context(self) -> int:
@@ -95,6 +102,10 @@ class GridSpec:
         step_passes: How often these are measured, at different times.
         curve_passes: How often the curve's series is measured, between these.
         curve_context: Context of each decode there, tokens.
+        long_prompt_every: A prompt of ``LONG_PROMPT_TOKENS`` or more is measured beside every so
+            many-th combination of decodes only, beside others in each pass.
+        longest_s: Longest time of a calibration, the engine's start included, seconds; points
+            that are left then are left out. None: no limit.
     """
 
     decode_counts: tuple[int, ...]
@@ -106,6 +117,8 @@ class GridSpec:
     step_passes: int
     curve_passes: int
     curve_context: int = 256
+    long_prompt_every: int = 1
+    longest_s: float | None = None
 
 
 QUICK = GridSpec(
@@ -117,6 +130,8 @@ QUICK = GridSpec(
     several_chunks=((4, 64),),
     step_passes=2,
     curve_passes=3,
+    long_prompt_every=3,
+    longest_s=165.0,  # three minutes with the engine's end
 )
 FULL = GridSpec(
     decode_counts=(1, 2, 4, 8, 16, 32, 64, 128, 256),
@@ -133,10 +148,12 @@ FULL = GridSpec(
 
 
 def plan_grid(spec: GridSpec, limits: EngineLimits, *, concurrency: int) -> list[GridPoint]:
-    """Return the points in the order in which they are cheapest to measure.
+    """Return the points in the order in which to measure them: what matters most comes first.
 
-    Every composition comes several times, far apart, and every other pass runs backwards: a
-    machine that is slower for a while, or slows down, does not tilt what is fitted to them.
+    Every composition comes several times, far apart, and every other pass over the steps runs
+    backwards: a machine that is slower for a while, or slows down, does not tilt what is fitted to
+    them. The points of one pass of the curve, which differ by little, follow each other, to be
+    measured in turns. Stopping anywhere behind the first passes loses repetitions only.
 
     Args:
         spec: The axes.
@@ -150,10 +167,10 @@ def plan_grid(spec: GridSpec, limits: EngineLimits, *, concurrency: int) -> list
         raise ConfigError(f"concurrency must be >= 2, got {concurrency}")
     points: list[GridPoint] = []
     for repetition in range(max(spec.curve_passes, spec.step_passes)):
-        turn = -1 if repetition % 2 else 1
         if repetition < spec.curve_passes:
-            points += _curve_pass(concurrency, spec.curve_context, repetition)[::turn]
+            points += _curve_pass(concurrency, spec.curve_context, repetition)
         if repetition < spec.step_passes:
+            turn = -1 if repetition % 2 else 1
             points += list(_step_pass(spec, limits, repetition))[::turn]
     fitting = [point for point in dict.fromkeys(points) if _fits(point, limits)]
     if any(point.series == CURVE_SERIES for point in set(points).difference(fitting)):
@@ -204,13 +221,16 @@ def _step_pass(spec: GridSpec, limits: EngineLimits, repetition: int) -> Iterato
         for seqs in spec.decode_counts
         if seqs * context <= spec.most_decode_context
     ]
-    for seqs, context in groups:
+    # Every other one, then the rest: the first half covers the axes already.
+    for place, (seqs, context) in enumerate(groups[::2] + groups[1::2]):
         largest = min(limits.max_num_batched_tokens - seqs, limits.max_model_len - 1)
         chunks = [(), *(((new, 0),) for new in (*spec.chunks, largest) if 0 < new <= largest)]
         chunks += [((new, cached),) for new, cached in spec.cached_chunks]
         chunks += [((new, 0),) * count for count, new in spec.several_chunks]
+        takes_long_prompts = (place + repetition) % spec.long_prompt_every == 0
         for prefills in chunks:
-            if seqs or prefills:
+            is_long = any(new + cached >= LONG_PROMPT_TOKENS for new, cached in prefills)
+            if (seqs or prefills) and (takes_long_prompts or not is_long):
                 yield GridPoint(
                     repetition=repetition,
                     prefills=prefills,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,35 +33,50 @@ class CurveFit:
     """The penalty curve of one machine.
 
     Attributes:
-        curve: The fitted polynomial.
-        ratios: Prefill ratios of the steps that it was fitted to.
-        seconds: Their times.
+        curve: Fitted to the median time of each composition; its R^2 is over these medians.
+        median_ratios: Prefill ratio of each composition.
+        medians_s: Its median time.
+        ratios: Prefill ratio of each measurement.
+        seconds: Its time.
+        r_squared_all: Coefficient of determination of the curve over all measurements: what it
+            leaves over is the machine's noise as well.
+        most_prefill_tokens: Of a measured step; the curve says nothing about larger ones.
     """
 
     curve: PenaltyCurve
+    median_ratios: tuple[float, ...]
+    medians_s: tuple[float, ...]
     ratios: tuple[float, ...]
     seconds: tuple[float, ...]
+    r_squared_all: float | None
+    most_prefill_tokens: int
 
     def to_json(self) -> dict[str, object]:
         """Return the figures, times in milliseconds."""
         return {
             "form": "curve",
             "samples": len(self.ratios),
+            "compositions": len(self.medians_s),
             "coefficients_ms": [1e3 * value for value in self.curve.coefficients_s],
             "r_squared": self.curve.r_squared,
+            "r_squared_all": self.r_squared_all,
             "penalty_ms": 1e3 * self.curve.penalty_s,
             "ratio_range": [min(self.ratios), max(self.ratios)],
+            "most_prefill_tokens": self.most_prefill_tokens,
         }
 
     def __str__(self) -> str:
         low, high = min(self.ratios), max(self.ratios)
-        steps = f"{len(self.ratios)} steps, r from {low:.3f} to {high:.3f}"
         reaches_both = low == 0.0 and high == 1.0
         note = "" if reaches_both else " (extrapolated: no step at r = 0, or none at r = 1)"
+        over_all = "unknown" if self.r_squared_all is None else f"{self.r_squared_all:.4f}"
         return (
             f"f(r) = {_polynomial_ms(self.curve.coefficients_s)} ms\n"
-            f"R^2 = {self.curve.r_squared:.4f} over {steps}\n"
-            f"f(1) - f(0) = {1e3 * self.curve.penalty_s:.3f} ms{note}"
+            f"R^2 = {self.curve.r_squared:.4f} over the medians of {len(self.medians_s)} "
+            f"compositions, {over_all} over all {len(self.ratios)} measurements\n"
+            f"f(1) - f(0) = {1e3 * self.curve.penalty_s:.3f} ms{note}\n"
+            f"measured from r = {low:.3f} to {high:.3f} with at most {self.most_prefill_tokens} "
+            "prefill tokens in a step; longer chunks have r near 1 too, and f(r) is not about them"
         )
 
 
@@ -88,7 +104,7 @@ class StepFit:
     """A step-time model of one machine, and its errors on steps that it was not fitted to.
 
     Attributes:
-        model: Fitted to all steps.
+        model: Fitted to all steps; its figures of merit are those of ``predicted_s``.
         measured_s: Time of each step.
         predicted_s: What a model fitted without that step's composition predicts for it.
         r_squared: Coefficient of determination of ``predicted_s``; None if all times are equal.
@@ -147,6 +163,10 @@ class StepFit:
 def fit_curve(samples: Sequence[Sample], *, degree: int = 2) -> CurveFit:
     """Fit f(r) to the steps of the published set-up, the series ``curve``.
 
+    Each composition counts once, with the median of its measurements: these are rounds through
+    all compositions, so that a machine that is slower for a while slows all of them down, and a
+    stall none.
+
     Args:
         samples: Measured steps; those of other series are left out.
         degree: Degree of the polynomial, >= 1.
@@ -155,15 +175,31 @@ def fit_curve(samples: Sequence[Sample], *, degree: int = 2) -> CurveFit:
         ConfigError: If that series has not more than ``degree`` different prefill ratios.
     """
     chosen = [sample for sample in samples if sample.series == CURVE_SERIES]
-    ratios = tuple(sample.shape.prefill_ratio for sample in chosen)
-    seconds = tuple(sample.seconds for sample in chosen)
+    ratios = [sample.shape.prefill_ratio for sample in chosen]
     if len(set(ratios)) <= degree:
         raise ConfigError(
             f"a curve of degree {degree} needs more than {degree} different prefill ratios in the "
             f"series {CURVE_SERIES!r}, got {len(set(ratios))}"
         )
-    curve = PenaltyCurve.fit(ratios, seconds, degree=degree)
-    return CurveFit(curve=curve, ratios=ratios, seconds=seconds)
+    times_s: dict[Hashable, list[float]] = defaultdict(list)
+    ratio_of: dict[Hashable, float] = {}
+    for sample in chosen:
+        composition = sample.shape.prefills, sample.shape.decode_tokens
+        times_s[composition].append(sample.seconds)
+        ratio_of[composition] = sample.shape.prefill_ratio
+    medians_s = [float(np.median(times_s[composition])) for composition in ratio_of]
+    curve = PenaltyCurve.fit(list(ratio_of.values()), medians_s, degree=degree)
+    seconds = np.array([sample.seconds for sample in chosen])
+    predicted_s = np.array([curve.predict_s(ratio) for ratio in ratios])
+    return CurveFit(
+        curve=curve,
+        median_ratios=tuple(ratio_of.values()),
+        medians_s=tuple(medians_s),
+        ratios=tuple(ratios),
+        seconds=tuple(seconds.tolist()),
+        r_squared_all=_r_squared(seconds, predicted_s),
+        most_prefill_tokens=max(sample.shape.prefill_tokens for sample in chosen),
+    )
 
 
 def fit_step_time(samples: Sequence[Sample], *, seed: int = 0) -> StepFit:
@@ -189,19 +225,22 @@ def fit_step_time(samples: Sequence[Sample], *, seed: int = 0) -> StepFit:
         inside, outside = np.flatnonzero(folds == fold), np.flatnonzero(folds != fold)
         judged = StepTimeModel().fit([shapes[i] for i in outside], measured_s[outside].tolist())
         predicted_s[inside] = [judged.predict_s(shapes[i]) for i in inside]
+    model.judge_by(predicted_s.tolist(), measured_s.tolist())
     relative = predicted_s / measured_s - 1.0
-    variance = float(np.var(measured_s))
     return StepFit(
         model=model,
         measured_s=tuple(measured_s.tolist()),
         predicted_s=tuple(predicted_s.tolist()),
-        r_squared=(
-            1.0 - float(np.mean((predicted_s - measured_s) ** 2)) / variance if variance else None
-        ),
+        r_squared=_r_squared(measured_s, predicted_s),
         mape=float(np.mean(np.abs(relative))),
         bias=float(np.mean(relative)),
         errors=_error_rows(shapes, relative),
     )
+
+
+def _r_squared(measured_s: NDArray[np.float64], predicted_s: NDArray[np.float64]) -> float | None:
+    variance = float(np.var(measured_s))
+    return 1.0 - float(np.mean((predicted_s - measured_s) ** 2)) / variance if variance else None
 
 
 def _composition(shape: BatchShape) -> Hashable:

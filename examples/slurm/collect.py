@@ -19,14 +19,18 @@ def row(name: str, header, fit: CurveFit) -> str:
     base, *slopes = (f"{1e3 * value:.2f}" for value in fit.curve.coefficients_s)
     hardware = header.hardware.partition(";")[0]  # the GPU's name, before the processor's
     cells = [name, hardware, header.model, header.vllm_version, base, ", ".join(slopes)]
-    cells += [f"{fit.curve.r_squared:.2f}", f"{1e3 * fit.curve.penalty_s:.2f}"]
+    over_all = "-" if fit.r_squared_all is None else f"{fit.r_squared_all:.2f}"
+    cells += [f"{fit.curve.r_squared:.2f}", over_all, f"{1e3 * fit.curve.penalty_s:.2f}"]
     return f"| {' | '.join(cells)} |"
 
 
 def main(picture: Path, files: list[Path]) -> int:
     fits = {}
-    print("| name | hardware | model | vLLM | f(0), ms | r, r^2, ms | R^2 | f(1) - f(0), ms |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| name | hardware | model | vLLM | f(0), ms | r, r^2, ms | R^2 of medians "
+        "| of all measurements | f(1) - f(0), ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for path in files:
         try:
             header, samples = read_samples(path.read_text(encoding="utf-8"), source=str(path))

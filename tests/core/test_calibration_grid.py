@@ -72,7 +72,6 @@ def test_a_pass_of_the_curve_goes_from_decodes_to_prefills_with_the_same_request
     for one in passes:
         assert {ratio(point) for point in one} == set(ratios)
         assert {point.decode_seqs + len(point.prefills) for point in one} == {concurrency}
-    assert [ratio(point) for point in passes[1]] == ratios[::-1]
 
 
 @pytest.mark.parametrize("spec", [QUICK, FULL])
@@ -86,6 +85,39 @@ def test_the_steps_vary_decodes_contexts_chunks_and_cached_tokens(spec: GridSpec
     assert any(len(point.prefills) > 1 for point in points)
     fullest = max(point.decode_seqs + sum(n for n, _ in point.prefills) for point in points)
     assert fullest == ROOMY.max_num_batched_tokens
+
+
+@pytest.mark.parametrize("spec", [QUICK, FULL])
+def test_a_grid_that_is_cut_short_loses_repetitions_before_compositions(spec: GridSpec) -> None:
+    points = plan_grid(spec, ROOMY, concurrency=8)
+
+    first = [index for index, point in enumerate(points) if not point.repetition]
+    passes = [point for point in points if point.series == STEP_SERIES]
+    half = passes[: len([p for p in passes if not p.repetition]) * 6 // 10]
+    assert first[-1] < 0.6 * len(points)
+    assert {point.series for point in points[: first[0] + 10]} == {CURVE_SERIES}
+    # The second half of a pass lies between what the first half has covered.
+    assert {p.decode_context for p in half} == {p.decode_context for p in passes}
+    assert max(p.decode_seqs for p in half) >= max(p.decode_seqs for p in passes) / 2
+    assert {p.prefills for p in half if sum(new for new, _ in p.prefills) < 1984} == {
+        p.prefills for p in passes if sum(new for new, _ in p.prefills) < 1984
+    }
+
+
+def test_long_prompts_are_measured_beside_some_decodes_only_others_in_each_pass() -> None:
+    points = [p for p in plan_grid(QUICK, ROOMY, concurrency=8) if p.series == STEP_SERIES]
+    beside = [
+        {
+            (p.decode_seqs, p.decode_context)
+            for p in points
+            if p.repetition == repetition and sum(map(sum, p.prefills)) >= 1024
+        }
+        for repetition in range(QUICK.step_passes)
+    ]
+
+    groups = {(p.decode_seqs, p.decode_context) for p in points}
+    assert len(beside[0]) == len(beside[1]) == len(groups) / QUICK.long_prompt_every
+    assert not beside[0] & beside[1]
 
 
 def test_points_of_the_same_decodes_follow_each_other() -> None:

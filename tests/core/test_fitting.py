@@ -42,6 +42,34 @@ def test_the_published_curve_is_found_in_samples_that_lie_on_it() -> None:
     assert "extrapolated" not in str(fit)
 
 
+def test_a_machine_that_is_slow_for_a_while_and_stalls_do_not_bend_the_curve() -> None:
+    curve = PenaltyCurve.published()
+    rounds = [
+        [curve_sample(s.shape.prefill_ratio, factor * s.seconds) for s in on_the_published_curve()]
+        for factor in (1.0, 1.0, 1.0, 1.0, 1.5)
+    ]
+    for number, one in enumerate(rounds[:4]):
+        stalled = one[3 * number]
+        one[3 * number] = curve_sample(stalled.shape.prefill_ratio, stalled.seconds + 0.07)
+
+    fit = fit_curve([sample for one in rounds for sample in one])
+
+    assert fit.curve.coefficients_s == pytest.approx(curve.coefficients_s)
+    assert fit.curve.r_squared == pytest.approx(1.0)
+    # A fifth of the steps at 1.5 times the time leaves little of the variance to f(r).
+    assert fit.r_squared_all is not None
+    assert fit.r_squared_all < 0.2
+    assert "over the medians of 21 compositions" in str(fit)
+    assert "over all 105 measurements" in str(fit)
+
+
+def test_the_text_and_the_figures_say_up_to_how_many_prefill_tokens_a_curve_was_measured() -> None:
+    fit = fit_curve(on_the_published_curve()[:10])
+
+    assert "at most 450 prefill tokens" in str(fit)
+    assert fit.to_json()["most_prefill_tokens"] == 450
+
+
 def test_only_the_steps_of_the_published_set_up_make_the_curve() -> None:
     others = [curve_sample(r, 1.0, series="grid") for r in (0.1, 0.5, 0.9)]
 
@@ -140,3 +168,10 @@ def test_the_same_samples_and_seed_give_the_same_figures(seed: int) -> None:
     assert (
         fit_step_time(samples, seed=seed).to_json() == fit_step_time(samples, seed=seed).to_json()
     )
+
+
+def test_the_model_carries_the_figures_of_the_cross_validation() -> None:
+    fit = fit_step_time(random_samples(600, noise=0.03))
+
+    assert fit.model.mape == pytest.approx(fit.mape)
+    assert fit.model.r_squared == pytest.approx(fit.r_squared)

@@ -59,8 +59,15 @@ def test_without_matplotlib_the_message_names_the_extra(
 def curve_fit(factor: float) -> CurveFit:
     curve = PenaltyCurve.published().scaled_to(factor * 0.01)
     ratios = (0.0, 0.5, 1.0)
+    times_s = tuple(curve.predict_s(ratio) for ratio in ratios)
     return CurveFit(
-        curve=curve, ratios=ratios, seconds=tuple(curve.predict_s(ratio) for ratio in ratios)
+        curve=curve,
+        median_ratios=ratios,
+        medians_s=times_s,
+        ratios=ratios,
+        seconds=times_s,
+        r_squared_all=1.0,
+        most_prefill_tokens=64,
     )
 
 

@@ -101,7 +101,8 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(calibrated: Calibra
     assert calibrated.status == 0
     assert calibrated.text.startswith(calibrated.interrupted_text)
     assert calibrated.figures["earlier"] == earlier >= 5
-    assert calibrated.figures["measured"] == calibrated.figures["points"] - earlier > 0
+    left = calibrated.figures["points"] - len(calibrated.figures["left_out"])
+    assert calibrated.figures["measured"] == left - earlier > 0
 
 
 def test_every_point_of_the_grid_ran_as_planned_and_stands_once_in_the_file(
@@ -109,8 +110,11 @@ def test_every_point_of_the_grid_ran_as_planned_and_stands_once_in_the_file(
 ) -> None:
     points = Counter((sample.series, sample.point) for sample in calibrated.samples)
 
+    # A machine under load may have no time for all of them.
+    left_out = len(calibrated.figures["left_out"])
     assert calibrated.figures["not_run"] == []
-    assert len(points) == calibrated.figures["points"]
+    assert calibrated.figures["never_measured"] == []
+    assert len(points) == calibrated.figures["points"] - left_out
     assert set(points.values()) == {1}
 
 
@@ -136,6 +140,13 @@ def test_the_file_tells_where_it_was_measured(calibrated: Calibrated, model: str
     assert (origin.concurrency, origin.grid) == (8, "quick")
     assert origin.vllm_version
     assert origin.hardware
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What the command sets for vLLM would else stay for the servers of other tests.
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
 @pytest.mark.parametrize(
@@ -165,6 +176,7 @@ def test_bad_input_ends_with_status_2_and_one_line(
 
     ours = [line for line in capsys.readouterr().err.splitlines() if "vllm-penalty:" in line]
     assert status == 2
+    assert list(tmp_path.iterdir()) == []
     assert len(ours) == 1
     assert ours[0].startswith("vllm-penalty: error: ")
     assert message in ours[0]

@@ -47,27 +47,41 @@ def test_what_was_learned_is_saved_while_running_and_taken_up_by_the_next_engine
     assert "going on from" in caplog.text
 
 
+def save_state_of_this_engine(path: Path) -> dict:
+    model = learned(100)
+    model.provenance = make_engine(Scheduler).scheduler.planner.model.provenance
+    model.save(path)
+    return json.loads(path.read_text())
+
+
 @pytest.mark.parametrize(
-    "spoil",
+    ("change", "told"),
     [
-        lambda state: state | {"hardware": "another GPU"},
-        lambda state: state | {"model": "another model"},
-        lambda state: state | {"speed": -1},
-        lambda _: {},
+        ({"hardware": "another GPU"}, "another GPU"),
+        ({"model": "another model"}, "another model"),
+        ({"vllm_version": "0.1.0"}, "0.1.0"),
+        ({"speed": -1}, "speed must be"),
+        ({"schema": "of something else"}, "schema must be"),
     ],
 )
 def test_a_state_that_does_not_fit_is_left_aside_with_one_warning(
-    spoil: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: dict, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "state.json"
-    learned(100).save(path)
-    path.write_text(json.dumps(spoil(json.loads(path.read_text()))))
+    state = save_state_of_this_engine(path)
+    taken_up = make_engine(Scheduler, {"state_path": str(path)}).scheduler.planner.model.samples
+    path.write_text(json.dumps(state | change))
+    spoiled = path.read_text()
 
     with caplog.at_level(logging.WARNING, LOG):
         engine = make_engine(Scheduler, {"state_path": str(path)})
 
+    warnings = [r.getMessage() for r in caplog.records if "starts afresh" in r.getMessage()]
+    assert taken_up == 100
     assert engine.scheduler.planner.model.samples == 0
-    assert len([r for r in caplog.records if "starts afresh" in r.getMessage()]) == 1
+    assert len(warnings) == 1
+    assert told in warnings[0]
+    assert path.read_text() == spoiled
 
 
 def test_a_disk_that_cannot_be_written_costs_the_state_and_nothing_else(

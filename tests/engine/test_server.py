@@ -1,16 +1,18 @@
 """The real thing: ``vllm serve`` with our scheduler, the stock OpenAI client, vLLM's own benchmark.
 
-One server, started by examples/serve.sh, serves all tests of this file.
+One server serves most tests of this file; the last one kills it.
 """
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +41,9 @@ class Served:
     url: str
     model: str
     log: Path
+    state: Path
+    spec: ServerSpec
+    group: int
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +56,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def served(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("server")
-    settings = folder / "settings.json"
-    settings.write_text(f'{{"tbt_slo_ms": {SLO_MS}}}')
+    settings, state = folder / "settings.json", folder / "state.json"
+    settings.write_text(json.dumps({"tbt_slo_ms": SLO_MS, "state_path": str(state)}))
     spec = ServerSpec(
         model=model,
         log_path=folder / "server.log",
@@ -61,7 +66,7 @@ def served(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         additional_config={"penalty_sched": str(settings)},
     )
     with serve(spec) as server:
-        yield Served(server.url, server.model, spec.log_path)
+        yield Served(server.url, server.model, spec.log_path, state, spec, server.process.pid)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -224,3 +229,32 @@ def test_the_offline_example_generates_and_tells_what_it_learned(model: str) -> 
 
     assert "1600 tokens generated" in printed
     assert re.search(r"learned from \d+ steps", printed)
+
+
+# Last: it takes the server away from the tests above.
+def test_the_successor_of_a_killed_server_goes_on_from_what_that_one_had_learned(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    load = [
+        StreamRequest(prompt_token_ids=prompt(500, seed), output_tokens=100) for seed in range(8)
+    ]
+    deadline_s = time.monotonic() + 60.0
+    while saved_steps(served.state) < 20:
+        assert time.monotonic() < deadline_s, f"{served.state} holds too few steps"
+        stream_load(served.url, load, model=served.model)
+    os.killpg(served.group, signal.SIGKILL)
+
+    with serve(replace(served.spec, log_path=tmp_path / "successor.log")) as successor:
+        traces = stream_load(successor.url, load, model=successor.model)
+
+    told = re.findall(
+        r"going on from (\S+), learned from (\d+) steps", (tmp_path / "successor.log").read_text()
+    )
+    assert [trace.error for trace in traces] == [None] * len(traces)
+    assert [path for path, _ in told] == [str(served.state)]
+    assert saved_steps(served.state) > int(told[0][1]) >= 20
+
+
+def saved_steps(state: Path) -> int:
+    return json.loads(state.read_text())["samples"] if state.exists() else 0

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from tqdm import tqdm
 
-from vllm_penalty_sched.calibration_grid import GridPoint, GridSpec, estimate_work, plan_grid
+from vllm_penalty_sched.calibration_grid import (
+    CURVE_SERIES,
+    GridPoint,
+    GridSpec,
+    estimate_work,
+    plan_grid,
+)
+from vllm_penalty_sched.engine.point_measurer import PointMeasurer
 from vllm_penalty_sched.engine.stepped_engine import (
     SteppedEngine,
-    TimedShape,
     make_stepped_config,
     start_engine,
 )
@@ -25,16 +33,8 @@ from vllm_penalty_sched.samples import (
     write_sample,
 )
 
-# A point is measured at least so often, then until its times agree or enough time has passed, an
-# odd number of times for the median. Less than 0.15 s may lie within one stall of the machine.
-_LEAST_STEPS, _MOST_STEPS = 3, 31
-_LEAST_S, _ENOUGH_S = 0.15, 0.4
-# The middle half of the times within this share of the median: they agree.
-_AGREEING_SPREAD = 0.03
-# The first steps of a new composition compile, allocate and fill caches.
-_WARM_UP_STEPS = 1
-# Set-up steps beyond what the tokens need, before a point is given up.
-_SPARE_STEPS = 16
+# Time to measure that an engine gets whose start takes most of the grid's longest time.
+_LEAST_MEASURING_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,8 @@ class CalibrationResult:
         measured: Measured by this call.
         not_run: Points that this engine did not run as planned, for lack of KV blocks or by a
             rule of its own; they are in no sample.
+        left_out: Points left when the grid's longest time was over.
+        never_measured: Compositions of these of which no repetition was measured either.
         seconds: How long it took, without the start of the engine.
     """
 
@@ -54,19 +56,37 @@ class CalibrationResult:
     earlier: int
     measured: int
     not_run: tuple[str, ...]
+    left_out: tuple[str, ...]
+    never_measured: tuple[str, ...]
     seconds: float
 
+    def __str__(self) -> str:
+        there, now_s = self.earlier + self.measured, f"{self.seconds:.0f} s"
+        text = f"{there} of {self.points} points, {self.measured} of them measured now in {now_s}"
+        if self.not_run:
+            text += f"\nnot run as planned by this engine: {', '.join(self.not_run)}"
+        if self.left_out:
+            text += (
+                f"\nleft out for lack of time: {len(self.left_out)} points (the same command goes "
+                "on with them); of these were never measured: "
+                f"{', '.join(self.never_measured) or 'none'}"
+            )
+        return text
 
-def calibrate(path: Path, origin: SamplesOrigin, spec: GridSpec) -> CalibrationResult:
-    """Measure every point of a grid that is not yet in the file.
+
+def calibrate(
+    path: Path, origin: SamplesOrigin, spec: GridSpec, *, began_s: float
+) -> CalibrationResult:
+    """Measure every point of a grid that is not yet in the file, as far as its time allows.
 
     Each finished point is one line of the file at once; after an interruption the same call goes
     on with the points that are missing.
 
     Args:
-        path: The CSV file, begun if absent.
+        path: The CSV file, begun if absent when the engine has started.
         origin: Names the model and the engine's arguments; stands at the top of the file.
-        spec: The grid's axes.
+        spec: The grid's axes and its longest time.
+        began_s: When that time began, on the clock ``time.perf_counter``.
 
     Raises:
         ConfigError: If the file holds something else, or steps measured elsewhere or otherwise,
@@ -77,37 +97,83 @@ def calibrate(path: Path, origin: SamplesOrigin, spec: GridSpec) -> CalibrationR
     config = make_stepped_config(origin.model, origin.engine_args)
     _say(f"starting vLLM on {origin.model} ...")
     with start_engine(config) as engine:
-        start_s = time.perf_counter()
+        end_s = math.inf
+        if spec.longest_s is not None:
+            least_end_s = time.perf_counter() + _LEAST_MEASURING_S
+            end_s = max(began_s + spec.longest_s, least_end_s)
         points = plan_grid(spec, engine.limits, concurrency=origin.concurrency)
-        known = {(sample.series, sample.point) for sample in earlier}
-        missing = [point for point in points if (point.series, point.name) not in known]
-        if len(missing) < len(points):
-            _say(f"{len(points) - len(missing)} of {len(points)} points are in {path} already")
         if not earlier:
             path.write_text(write_origin(origin), encoding="utf-8")
         try:
-            not_run = _measure_all(path, points, missing, PointMeasurer(engine))
+            return measure_points(engine, points, path, earlier=earlier, end_s=end_s)
         except KeyboardInterrupt:
             _say(f"stopped: the finished points are in {path}, the same command goes on from there")
             raise
-        return CalibrationResult(
-            points=len(points),
-            earlier=len(points) - len(missing),
-            measured=len(missing) - len(not_run),
-            not_run=tuple(f"{point.series} {point.name}" for point in not_run),
-            seconds=time.perf_counter() - start_s,
-        )
+
+
+def measure_points(
+    engine: SteppedEngine,
+    points: Sequence[GridPoint],
+    path: Path,
+    *,
+    earlier: Sequence[Sample] = (),
+    end_s: float = math.inf,
+) -> CalibrationResult:
+    """Measure the points of which there is no sample yet, and append each to a file at once.
+
+    Args:
+        engine: To measure.
+        points: The whole grid, in the order in which to measure.
+        path: A file that holds at least its origin.
+        earlier: The samples that it holds.
+        end_s: When to leave out what is left, on the clock ``time.perf_counter``.
+    """
+    start_s = time.perf_counter()
+    known = {(sample.series, sample.point) for sample in earlier}
+    missing = [point for point in points if (point.series, point.name) not in known]
+    if len(missing) < len(points):
+        _say(f"{len(points) - len(missing)} of {len(points)} points are in {path} already")
+    measurer = PointMeasurer(engine, end_s=end_s)
+    not_run, left_out = _measure_all(path, points, missing, measurer)
+    return _result(points, missing, not_run, left_out, time.perf_counter() - start_s)
+
+
+def _result(
+    points: Sequence[GridPoint],
+    missing: Sequence[GridPoint],
+    not_run: Sequence[GridPoint],
+    left_out: Sequence[GridPoint],
+    seconds: float,
+) -> CalibrationResult:
+    without_sample = {*not_run, *left_out}
+    compositions = {
+        (point.series, point.composition) for point in points if point not in without_sample
+    }
+    never = [p for p in left_out if (p.series, p.composition) not in compositions]
+    return CalibrationResult(
+        points=len(points),
+        earlier=len(points) - len(missing),
+        measured=len(missing) - len(without_sample),
+        not_run=tuple(f"{point.series} {point.name}" for point in not_run),
+        left_out=tuple(f"{point.series} {point.name}" for point in left_out),
+        never_measured=tuple(dict.fromkeys(f"{p.series} {p.composition}" for p in never)),
+        seconds=seconds,
+    )
 
 
 def _read_earlier(path: Path, origin: SamplesOrigin) -> list[Sample]:
     """Return what the file holds already; check that more can be written, and belongs there.
 
-    A line that an earlier call did not finish is cut off.
+    A line that an earlier call did not finish is cut off. A file that is not there yet is begun
+    when the engine has started: a call that is refused leaves none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
     with path.open("a+", encoding="utf-8", errors="replace") as file:
         file.seek(0)
         text = file.read()
+    if is_new:
+        path.unlink()
     if not text:
         return []
     whole = text[: text.rfind("\n") + 1]
@@ -119,112 +185,17 @@ def _read_earlier(path: Path, origin: SamplesOrigin) -> list[Sample]:
     return samples
 
 
-class PointMeasurer:
-    """Brings an engine to a composition, and measures it until the times agree."""
-
-    def __init__(self, engine: SteppedEngine) -> None:
-        self._engine = engine
-        self._decodes: list[str] = []
-
-    def measure(self, point: GridPoint) -> Sample | None:
-        """Return the step of median time; None if the engine did not run the composition.
-
-        The sample is one step that ran, with its own shape: the decodes' contexts grow by a token
-        a step.
-        """
-        steps: list[TimedShape] = []
-        start_s = time.perf_counter()
-        for turn in range(_WARM_UP_STEPS + _MOST_STEPS):
-            step = self.run_once(point)
-            if step is None:
-                self._abort_all()
-                return None
-            if turn < _WARM_UP_STEPS:
-                start_s = time.perf_counter()
-                continue
-            steps.append(step)
-            if _is_enough([step.seconds for step in steps], time.perf_counter() - start_s):
-                break
-        middle = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
-        return Sample(
-            series=point.series, point=point.name, shape=middle.shape, seconds=middle.seconds
-        )
-
-    def run_once(self, point: GridPoint) -> TimedShape | None:
-        """Run the composition in one step; return it, None if the engine ran something else."""
-        if not self._bring_decodes(point):
-            return None
-        prompts = self._bring_prompts(point)
-        if prompts is None:
-            return None
-        step = self._engine.step()
-        self._engine.abort(prompts)
-        shape = step.shape
-        as_planned = (
-            sorted(shape.prefills) == sorted(point.prefills)
-            and shape.decode_seqs == shape.decode_tokens == point.decode_seqs
-        )
-        return step if as_planned else None
-
-    def _bring_decodes(self, point: GridPoint) -> bool:
-        engine, wanted = self._engine, point.decode_seqs
-        running = len(self._decodes)
-        context = sum(map(engine.computed_tokens, self._decodes))
-        if not running * point.decode_context <= context <= running * point.allowed_context:
-            self._abort_all()
-        engine.abort(self._decodes[wanted:])
-        del self._decodes[wanted:]
-        added = wanted - len(self._decodes)
-        room = engine.limits.max_model_len - point.decode_context
-        self._decodes += [engine.add(point.decode_context, room) for _ in range(added)]
-        return self._decode_all(added, added * point.decode_context)
-
-    def _decode_all(self, added: int, prompt_tokens: int) -> bool:
-        budget = max(1, self._engine.limits.max_num_batched_tokens - len(self._decodes))
-        for _ in range(prompt_tokens // budget + added + _SPARE_STEPS):
-            if all(map(self._engine.is_decoding, self._decodes)):
-                return True
-            self._engine.step()
-        return False
-
-    def _bring_prompts(self, point: GridPoint) -> list[str] | None:
-        """Queue the prompts, the first one computed up to its cached tokens.
-
-        A prompt ends with its chunk, so that the next step computes exactly the chunks.
-        """
-        engine = self._engine
-        if not point.prefills:
-            return []
-        # vLLM cleans up after ended requests in the step that follows: not in the measured one.
-        engine.step()
-        prompts = []
-        for new, cached in point.prefills:
-            prompts.append(engine.add(new + cached, 1))
-            if cached and not self._compute(prompts[-1], cached):
-                return None
-        return prompts
-
-    def _compute(self, request_id: str, tokens: int) -> bool:
-        budget = max(1, self._engine.limits.max_num_batched_tokens - len(self._decodes))
-        for _ in range(tokens // budget + _SPARE_STEPS):
-            left = tokens - self._engine.computed_tokens(request_id)
-            if left <= 0:
-                return left == 0
-            self._engine.step(prefill_limit=left)
-        return False
-
-    def _abort_all(self) -> None:
-        self._engine.abort_all()
-        self._decodes.clear()
-
-
 def _measure_all(
     path: Path, points: Sequence[GridPoint], missing: Sequence[GridPoint], measurer: PointMeasurer
-) -> list[GridPoint]:
-    """Measure the missing points, each into the file at once; return those that did not run."""
+) -> tuple[list[GridPoint], list[GridPoint]]:
+    """Measure the missing points, each into the file at once.
+
+    Returns:
+        Those that did not run as planned, and those for which no time was left.
+    """
     _warm_up(missing, measurer)
     work = estimate_work(missing)
-    not_run = []
+    not_run: list[GridPoint] = []
     with (
         path.open("a", encoding="utf-8") as file,
         tqdm(
@@ -234,17 +205,31 @@ def _measure_all(
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
         ) as bar,
     ):
-        for number, (point, amount) in enumerate(zip(missing, work, strict=True), 1):
-            sample = measurer.measure(point)
-            if sample is None:
-                not_run.append(point)
-            else:
-                file.write(write_sample(sample))
-                file.flush()
-            done = len(points) - len(missing) + number
-            bar.set_description_str(f"{done}/{len(points)} points", refresh=False)
-            bar.update(amount)
-    return not_run
+        done = 0
+        for turn in _turns(missing):
+            samples = (
+                measurer.measure_in_turns(turn) if len(turn) > 1 else [measurer.measure(turn[0])]
+            )
+            without = [point for point, sample in zip(turn, samples, strict=True) if sample is None]
+            file.writelines(write_sample(sample) for sample in samples if sample is not None)
+            file.flush()
+            if without and measurer.is_late:
+                return not_run, [*without, *missing[done + len(turn) :]]
+            not_run += without
+            bar.update(sum(work[done : done + len(turn)]))
+            done += len(turn)
+            reached = len(points) - len(missing) + done
+            bar.set_description_str(f"{reached}/{len(points)} points", refresh=False)
+    return not_run, []
+
+
+def _turns(points: Sequence[GridPoint]) -> Iterator[list[GridPoint]]:
+    """Yield the points of each pass of the curve together, the others one by one."""
+    for (series, _), group in groupby(points, key=lambda point: (point.series, point.repetition)):
+        if series == CURVE_SERIES:
+            yield list(group)
+        else:
+            yield from ([point] for point in group)
 
 
 def _warm_up(points: Sequence[GridPoint], measurer: PointMeasurer) -> None:
@@ -253,18 +238,6 @@ def _warm_up(points: Sequence[GridPoint], measurer: PointMeasurer) -> None:
         largest = max(points, key=lambda point: sum(new for new, _ in point.prefills))
         for point in (largest, points[0], points[0]):
             measurer.run_once(point)
-
-
-def _is_enough(seconds: Sequence[float], passed_s: float) -> bool:
-    measured = len(seconds)
-    if measured < _LEAST_STEPS or measured % 2 == 0:
-        return False
-    if passed_s >= _ENOUGH_S:
-        return True
-    ordered = sorted(seconds)
-    quarter = measured // 4
-    spread = ordered[-1 - quarter] - ordered[quarter]
-    return passed_s >= _LEAST_S and spread <= _AGREEING_SPREAD * ordered[measured // 2]
 
 
 def _say(line: str) -> None:

@@ -15,6 +15,8 @@ from vllm_penalty_sched.model_state import ModelState, Provenance, state_to_json
 log = logging.getLogger("vllm.penalty_sched")
 
 SAVE_PERIOD_S = 30.0
+# A young engine learns most in its first seconds: the period starts with this and doubles.
+_FIRST_PERIOD_S = 1.0
 
 
 def load_state(path: str, provenance: Provenance) -> StepTimeModel | None:
@@ -48,11 +50,12 @@ def load_state(path: str, provenance: Provenance) -> StepTimeModel | None:
 
 
 class StateSaver:
-    """Writes a model's state every ``SAVE_PERIOD_S``, on a thread of its own."""
+    """Writes a model's state at least every ``SAVE_PERIOD_S``, on a thread of its own."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._next_save_s = float("-inf")
+        self._period_s = _FIRST_PERIOD_S
         self._pending: ModelState | None = None
         self._wake = threading.Event()
         self._has_failed = False
@@ -62,7 +65,8 @@ class StateSaver:
     def offer(self, model: StepTimeModel, *, now_s: float) -> None:
         """Take a copy of the state if it is time to; a copy costs tens of microseconds."""
         if now_s >= self._next_save_s and model.is_fitted:
-            self._next_save_s = now_s + SAVE_PERIOD_S
+            period_s = min(self._period_s, SAVE_PERIOD_S)
+            self._next_save_s, self._period_s = now_s + period_s, 2.0 * period_s
             self.take(model)
 
     def take(self, model: StepTimeModel) -> None:
