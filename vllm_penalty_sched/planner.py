@@ -51,6 +51,7 @@ class Planner:
         model: Predicts step times.
         margin: What its predictions are raised by, for noise.
         slowdown: How much slower the machine is right now.
+        guards_admission: Whether a request may be held back for the decodes' sake.
         latest_slo_s: The SLO that was last in force, seconds; None before any.
     """
 
@@ -64,6 +65,7 @@ class Planner:
         self.model = model or StepTimeModel()
         self.margin = margin or ConformalMargin(settings.miss_rate)
         self.slowdown = Slowdown()
+        self.guards_admission = True
         self._settings = settings
         self._limited_steps = self._limited_s = self._limited_tokens = 0.0
         self._cold_start = ColdStart(is_over=self.model.mixed_samples >= _KNOWN_MIXED_STEPS)
@@ -115,6 +117,7 @@ class Planner:
             starved_s=_since(self._starving_since_s, now_s),
             held_s=_since(self._held_since_s, now_s),
             max_defer_s=self._settings.max_defer_s,
+            guards_admission=self.guards_admission,
         )
         decision = decide(state, None if self.is_cold else self.model)
         return self._unstalled(decision, load)

@@ -83,6 +83,7 @@ class StepState:
         starved_s: How long prefills have made no progress.
         held_s: How long admission has been held.
         max_defer_s: When ``starved_s`` and ``held_s`` end it.
+        guards_admission: Whether a request may be held back for the decodes' sake.
     """
 
     decodes: BatchShape
@@ -99,6 +100,7 @@ class StepState:
     starved_s: float
     held_s: float
     max_defer_s: float
+    guards_admission: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +226,7 @@ def _must_hold(
     infeasible: bool,
 ) -> bool:
     """Whether admitting this request would make later decode-only steps overrun the SLO."""
-    if state.held_s >= state.max_defer_s:
+    if not state.guards_admission or state.held_s >= state.max_defer_s:
         return False
     if infeasible:
         return True

@@ -172,7 +172,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="SPEC",
         help="stock:BUDGET, stock:BUDGET:LONG_PREFILL_THRESHOLD, penalty[:BUDGET] or "
-        "oracle[:BUDGET] (ours with the true costs), the last two with settings such as "
+        "oracle[:BUDGET] (ours with the true costs), unguarded[:BUDGET] (ours without admission "
+        "guard) or static:BUDGET (our order, vLLM's budget), all but stock with settings such as "
         "penalty,miss_rate=0.01; may be repeated",
     )
     group.add_argument("--order", help="our setting of that name (its default)")

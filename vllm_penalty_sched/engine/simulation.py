@@ -15,7 +15,8 @@ from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 from vllm_penalty_sched.engine.scheduler import Scheduler
 from vllm_penalty_sched.engine.virtual_config import make_request, make_scheduler, make_vllm_config
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine, VirtualStep
-from vllm_penalty_sched.planner import Planner
+from vllm_penalty_sched.planner import Planner, StepLoad
+from vllm_penalty_sched.policy import Decision, Reason
 from vllm_penalty_sched.settings import Settings
 from vllm_penalty_sched.simulation.device import NoMargin, TrueStepTimes, VirtualDevice
 from vllm_penalty_sched.simulation.goodput import ServedRequest, measure_goodput
@@ -59,6 +60,16 @@ def simulate(
     return run.result(wall_s=time.perf_counter() - started_s)
 
 
+class StaticPlanner(Planner):
+    """Plans nothing: vLLM's own budget holds in every step, and only the order is ours."""
+
+    def plan(self, load: StepLoad, now_s: float) -> Decision:  # noqa: ARG002
+        """Return a decision without a limit; its reason tells whether the budget suffices."""
+        wanted = sum(demand.remaining for demand in load.demands)
+        suffices = wanted <= load.base_tokens - load.decodes.decode_tokens
+        return Decision(reason=Reason.FITS if suffices else Reason.SLO)
+
+
 @dataclass(slots=True, kw_only=True)
 class _StepCounts:
     """Counts over the steps with tokens."""
@@ -87,6 +98,10 @@ class _Run:
         self._counts = _StepCounts()
         if spec.kind is SchedulerKind.ORACLE:
             self._tell_costs()
+        elif spec.kind is SchedulerKind.STATIC:
+            self._our_scheduler.planner = StaticPlanner(self._settings)
+        elif spec.kind is SchedulerKind.UNGUARDED:
+            cast("Planner", self._our_scheduler.planner).guards_admission = False
 
     def play(self, *, say: Callable[[str], None] | None, most_misses: float) -> None:
         """Play the requests in until all are finished or the time is up."""
@@ -154,13 +169,20 @@ class _Run:
                 prefix_caching=caches,
             )
 
+    @property
+    def _our_scheduler(self) -> Scheduler:
+        return cast("Scheduler", self._scheduler)
+
+    @property
+    def _settings(self) -> Settings:
+        return Settings.from_mapping(self._plan.penalty_settings(self._spec.overrides))
+
     def _tell_costs(self) -> None:
-        scheduler = cast("Scheduler", self._scheduler)
-        settings = Settings.from_mapping(self._plan.penalty_settings(self._spec.overrides))
+        settings = self._settings
         times = TrueStepTimes(self._plan.device, lambda: self._engine.now_s)
         margin = None if self._plan.device.noise_cv else NoMargin(settings.miss_rate)
         # The planner asks no more of its model than what TrueStepTimes answers.
-        scheduler.planner = Planner(settings, cast("StepTimeModel", times), margin=margin)
+        self._our_scheduler.planner = Planner(settings, cast("StepTimeModel", times), margin=margin)
 
     def _certain_misses(self) -> int:
         """Return at least how many requests got their first token too late, or never will."""

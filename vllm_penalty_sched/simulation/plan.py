@@ -20,11 +20,17 @@ DEFAULT_BUDGET_TOKENS = 8192
 
 
 class SchedulerKind(StrEnum):
-    """Whose decisions are simulated."""
+    """Whose decisions are simulated.
+
+    vLLM's; ours; ours with the true costs; and two that show what a part of ours is worth: ours
+    without its admission guard, and ours with vLLM's fixed budget, so that only the order is ours.
+    """
 
     STOCK = "stock"
     PENALTY = "penalty"
     ORACLE = "oracle"
+    UNGUARDED = "unguarded"
+    STATIC = "static"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +39,7 @@ class SchedulerSpec:
 
     Attributes:
         name: The spec as it was written.
-        kind: vLLM's, ours, or ours with the true costs in place of what it would learn.
+        kind: Whose decisions.
         budget_tokens: vLLM's ``max_num_batched_tokens``.
         long_prefill_threshold: vLLM's ``long_prefill_token_threshold``; 0: none.
         overrides: Our settings that differ from those of the plan, by name.
@@ -47,9 +53,9 @@ class SchedulerSpec:
 
     @classmethod
     def parse(cls, text: str) -> SchedulerSpec:
-        """Read ``stock:N``, ``stock:N:T``, ``penalty[:N]`` or ``oracle[:N]``.
+        """Read ``stock:N``, ``stock:N:T``, ``static:N``, ``penalty[:N]`` and the like.
 
-        The last two may be followed by settings: ``penalty,order=fcfs,miss_rate=0.01``.
+        All but stock may be followed by settings: ``penalty,order=fcfs,miss_rate=0.01``.
 
         Raises:
             ConfigError: If it is none of these, or a setting is wrong.
@@ -57,15 +63,17 @@ class SchedulerSpec:
         head, *settings = text.split(",")
         kind, *numbers = head.split(":")
         is_stock = kind == SchedulerKind.STOCK
+        least_numbers = int(is_stock or kind == SchedulerKind.STATIC)
         if (
             kind not in set(SchedulerKind)
             or not all(number.isdecimal() and int(number) > 0 for number in numbers)
-            or not is_stock <= len(numbers) <= 1 + is_stock
+            or not least_numbers <= len(numbers) <= 1 + is_stock
             or (is_stock and settings)
         ):
             raise ConfigError(
-                "a scheduler must be stock:BUDGET, stock:BUDGET:THRESHOLD, penalty[:BUDGET] or "
-                f"oracle[:BUDGET], the last two with settings such as ,miss_rate=0.01; got {text}"
+                "a scheduler must be stock:BUDGET, stock:BUDGET:THRESHOLD, static:BUDGET, "
+                "penalty[:BUDGET], oracle[:BUDGET] or unguarded[:BUDGET], all but stock with "
+                f"settings such as ,miss_rate=0.01; got {text}"
             )
         budget, threshold, *_ = [*map(int, numbers), 0, 0]
         overrides = dict(_parse_setting(setting, text) for setting in settings)
