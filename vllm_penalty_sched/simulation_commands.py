@@ -115,7 +115,7 @@ def run_capacity(arguments: argparse.Namespace) -> int:
     )
     calls = [partial(_search_best, search, [spec]) for spec in specs]
     if grid:
-        calls.insert(0, partial(_search_best, search, grid))
+        calls.append(partial(_search_best, search, grid))
     found = [entry for entries in _run_all(calls, jobs=arguments.jobs) for entry in entries]
     best = _best_static(found)
     own_rate = np.mean([window.requests_per_s for window in windows])

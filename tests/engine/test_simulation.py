@@ -255,8 +255,9 @@ def test_capacity_names_the_best_static_budget_and_writes_every_probe(
     assert status == 0
     assert list(rates) == ["oracle", "stock:512", "stock:768"]
     assert found["best_static"] == "stock:512"
-    assert rates["oracle"] >= rates["stock:512"] > rates["stock:768"] > 0.0
+    assert rates["oracle"] >= rates["stock:512"] > 0.0
+    assert rates["stock:768"] == 0.0  # failed where stock:512 did not
     for entry in found["schedulers"]:
         met = [probe["rate"] for probe in entry["probes"] if probe["is_met"]]
-        assert entry["rate"] == pytest.approx(max(met), abs=1e-4)
+        assert entry["rate"] == pytest.approx(max(met, default=0.0), abs=1e-4)
     assert "best static budget in hindsight: stock:512" in capsys.readouterr().out
