@@ -24,6 +24,7 @@ from vllm_penalty_sched.model_state import (
     state_to_json,
 )
 from vllm_penalty_sched.nonnegative import improve
+from vllm_penalty_sched.sizes_seen import SizesSeen
 from vllm_penalty_sched.step_cost import MAX_PREFILL_TOKENS, StepCost
 
 __all__ = ["MAX_PREFILL_TOKENS", "StepTimeModel", "load_model"]
@@ -64,6 +65,7 @@ class StepTimeModel:
         self._decode_only = FadingSums()
         self._mixed = FadingSums()
         self.largest_prefill_tokens = 0
+        self._sizes_seen = SizesSeen()
         self._speed = MachineSpeed()
         self._judged: deque[tuple[float, float]] = deque(maxlen=_JUDGED_STEPS)
         self._gram = np.zeros((len(TERMS), len(TERMS)))
@@ -112,6 +114,8 @@ class StepTimeModel:
             self._speed.observe(math.log(seconds / predicted_s), kind_samples=sums.samples)
         else:
             self._scaled[0] = seconds  # all time is the floor, until more is known
+        if shape.prefills:
+            self._sizes_seen.add(shape.tokens)
         sums.offered += 1
         is_summed = False
         if sums.samples < _TAKE_ALL or sums.offered % _TAKE_EVERY == 0:
@@ -149,6 +153,9 @@ class StepTimeModel:
         relative = term_matrix(shapes) / times_s[:, np.newaxis]
         is_mixed = np.array([bool(shape.prefills) for shape in shapes])
         self.largest_prefill_tokens = max(shape.prefill_tokens for shape in shapes)
+        for shape in shapes:
+            if shape.prefills:
+                self._sizes_seen.add(shape.tokens)
         scaled = None
         for _ in range(_REWEIGHTINGS):
             self._decode_only.replace(relative[~is_mixed], scaled)
@@ -208,6 +215,7 @@ class StepTimeModel:
         model._mixed = FadingSums(state.mixed)
         model._speed = MachineSpeed(state.speed)
         model.largest_prefill_tokens = state.largest_prefill_tokens
+        model._sizes_seen = SizesSeen.of_gram(state.mixed.gram)
         model._scaled = np.array(state.coefficients_s) * SCALES
         model._cost = StepCost(state.coefficients_s)
         return model
@@ -263,6 +271,13 @@ class StepTimeModel:
             raise ConfigError(f"cached must be >= 0, got {cached}")
         fits = self._cost.largest_prefill(shape, cached, limit_s / self._speed.factor)
         return min(fits, most)
+
+    def knows_size(self, tokens: int) -> bool:
+        """Return whether mixed steps of about so many tokens were learned from.
+
+        Between others it is a guess: time jumps where a kernel's tiles or a CUDA graph end.
+        """
+        return self._sizes_seen.knows(tokens)
 
     def _sums_of(self, shape: BatchShape) -> FadingSums:
         return self._mixed if shape.prefills else self._decode_only

@@ -16,6 +16,8 @@ AGED_TOKENS = 32
 MOST_GROWTH = 2.0
 # The margin leaves prefills at least this share of the time between decode-only and SLO.
 LEAST_ROOM_SHARE = 1 / 3
+# A step of a size not seen yet may jump by this share over what its neighbours tell.
+NEW_SIZE_MARGIN = 0.12
 # When decode-only steps overrun by themselves, prefills may lengthen them by this share.
 TRICKLE_SHARE = 0.25
 
@@ -45,6 +47,9 @@ class StepTimes(Protocol):
         self, shape: BatchShape, cached: int, limit_s: float, most: int = ...
     ) -> int:
         """Return the most tokens of one more chunk, up to ``most``, that keep to the limit."""
+
+    def knows_size(self, tokens: int) -> bool:
+        """Return whether steps of about so many tokens have been seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +162,10 @@ def decide(state: StepState, model: StepTimes | None) -> Decision:
     if model is not None and fill.tokens > state.seen_tokens:
         daring = min(state.most_tokens, _within_proportion(state, model, limit_s))
         fill = _fill(state, model, limit_s, daring, infeasible=infeasible)
+    if model is not None and fill.tokens and not model.knows_size(fill.shape.tokens):
+        fill = _fill(
+            state, model, limit_s / (1.0 + NEW_SIZE_MARGIN), fill.tokens, infeasible=infeasible
+        )
     return _aged_or(state, _reason(fill, model, infeasible=infeasible), fill=fill, model=model)
 
 

@@ -220,3 +220,23 @@ def test_a_slow_machine_gets_smaller_chunks_and_a_noisy_one_keeps_some_room() ->
     assert slow.prefill_tokens < decide(STATE, FITTED).prefill_tokens
     assert noisy.reason is Reason.SLO
     assert noisy.predicted_s > 1.5 * DECODE_ONLY_S
+
+
+class _OneNewSize:
+    """Times of a model that has not seen steps above so many tokens."""
+
+    def __init__(self, known_tokens: int) -> None:
+        self._known_tokens = known_tokens
+        self.predict_s = FITTED.predict_s
+        self.largest_prefill = FITTED.largest_prefill
+
+    def knows_size(self, tokens: int) -> bool:
+        return tokens <= self._known_tokens
+
+
+def test_a_size_never_seen_gets_a_wider_margin() -> None:
+    known = decide(STATE, _OneNewSize(1 << 20))
+    fresh = decide(STATE, _OneNewSize(DECODES.decode_tokens))
+
+    assert known.prefill_tokens > fresh.prefill_tokens > 0
+    assert fresh.predicted_s <= known.predicted_s / 1.1

@@ -110,6 +110,10 @@ class TrueStepTimes:
         limit_s /= self._spec.factor(self._clock())
         return largest_chunk(self._spec.costs, shape, cached=cached, limit_s=limit_s, most=most)
 
+    def knows_size(self, tokens: int) -> bool:  # noqa: ARG002
+        """Return True: all sizes are known."""
+        return True
+
 
 class NoMargin(ConformalMargin):
     """The margin of a planner that knows the times of steps without noise."""
