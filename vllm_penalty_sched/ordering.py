@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Protocol
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(Protocol):
     """A prompt that waits to be prefilled.
 
     Attributes:
@@ -41,14 +40,15 @@ def split_by_deadline(
         Moore, "An n Job, One Machine Sequencing Algorithm for Minimizing the Number of Late Jobs",
         Management Science 15(1), 1968.
     """
-    longest: list[tuple[int, int]] = []
+    longest: list[tuple[float, int]] = []
     given_up: list[int] = []
-    tokens = 0
+    ends_s = now_s
     for index, job in enumerate(jobs):
-        tokens += job.tokens
-        heapq.heappush(longest, (-job.tokens, index))
-        while longest and now_s + tokens / tokens_per_s > job.deadline_s:
-            negative_tokens, late = heapq.heappop(longest)
-            tokens += negative_tokens
+        duration_s = job.tokens / tokens_per_s
+        ends_s += duration_s
+        heapq.heappush(longest, (-duration_s, index))
+        while longest and ends_s > job.deadline_s:
+            negative_s, late = heapq.heappop(longest)
+            ends_s += negative_s
             given_up.append(late)
     return sorted(index for _, index in longest), sorted(given_up)

@@ -1,12 +1,20 @@
+from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_penalty_sched.ordering import Job, split_by_deadline
+from vllm_penalty_sched.ordering import split_by_deadline
 
 SPEED = 100.0
+
+
+@dataclass(kw_only=True)
+class Job:
+    tokens: int
+    deadline_s: float
+
 
 jobs_by_deadline = st.lists(
     st.builds(

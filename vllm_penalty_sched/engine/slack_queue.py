@@ -7,7 +7,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count, groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -15,31 +15,34 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
-from vllm_penalty_sched.ordering import Job, split_by_deadline
+from vllm_penalty_sched.ordering import split_by_deadline
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 # What late prompts are owed of the prompt tokens that go ahead of them: it bounds their wait.
 LATE_SHARE = 0.01
-# So many prompts are ranked anew in every step, more of them every few steps: a step's share of
-# the work is bounded.
-_RANKED_EACH_STEP = 32
+# So many prompts are ranked anew in every step, more of them every few steps, and of all that wait
+# those that are due first: a step's share of the work is bounded.
+_RANKED_EACH_STEP, _MOST_RANKED = 32, 256
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 _priority = attrgetter("priority")
 
 
-@dataclass(slots=True, order=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
-    """A waiting request; entries compare by priority, deadline and arrival."""
+    """A waiting request; its place in ``home`` is by priority, deadline and arrival."""
 
     priority: int
     deadline_s: float
     arrival: int
-    request: Request = field(compare=False)
-    tokens: int = field(compare=False)
-    home: list[_Entry] = field(compare=False)
+    request: Request
+    tokens: int
+    home: list[_Entry]
+
+
+_place = attrgetter("priority", "deadline_s", "arrival")
 
 
 class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checked here
@@ -96,18 +99,18 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
         self._calls_until_ranked -= 1
         if self._calls_until_ranked > 0 or not self._ahead:
             return
-        self._calls_until_ranked = len(self._ahead) // _RANKED_EACH_STEP
         earliest_s = now_s + latency_s
         self._retire(earliest_s)
+        nearest = self._ahead[:_MOST_RANKED]
+        self._calls_until_ranked = len(nearest) // _RANKED_EACH_STEP
         ranked: list[_Entry] = []
         start_s = earliest_s + started_tokens / tokens_per_s
-        for _, of_one_priority in groupby(self._ahead, key=_priority):
+        for _, of_one_priority in groupby(nearest, key=_priority):
             entries = list(of_one_priority)
-            jobs = [Job(tokens=entry.tokens, deadline_s=entry.deadline_s) for entry in entries]
-            in_time, given_up = split_by_deadline(jobs, now_s=start_s, tokens_per_s=tokens_per_s)
+            in_time, given_up = split_by_deadline(entries, now_s=start_s, tokens_per_s=tokens_per_s)
             ranked += [entries[index] for index in chain(in_time, given_up)]
-            start_s += sum(jobs[index].tokens for index in in_time) / tokens_per_s
-        self._ranked = deque(ranked)
+            start_s += sum(entries[index].tokens for index in in_time) / tokens_per_s
+        self._ranked = deque(ranked + self._ahead[_MOST_RANKED:])
 
     def add_request(self, request: Request) -> None:
         """Add a request that arrives now."""
@@ -209,11 +212,16 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
             self._owed_tokens += LATE_SHARE * entry.tokens
 
     def _retire(self, earliest_s: float) -> None:
-        for entry in [entry for entry in self._ahead if entry.deadline_s < earliest_s]:
-            self._remove(entry)
+        late = [entry for entry in self._ahead if entry.deadline_s < earliest_s]
+        if not late:
+            return
+        # All at once, for bursts; the ranking that follows leaves them out.
+        self._ahead[:] = [entry for entry in self._ahead if entry.deadline_s >= earliest_s]
+        for entry in late:
             entry.deadline_s = math.inf
             entry.home = self._others
-            self._insert(entry)
+        self._others.extend(late)
+        self._others.sort(key=_place)
 
     def _add(self, request: Request, deadline_s: float, arrival: int, home: list[_Entry]) -> None:
         priority = request.priority if self._by_priority else 0
@@ -222,12 +230,12 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
 
     def _insert(self, entry: _Entry, *, is_first: bool = False) -> None:
         self._entries[entry.request.request_id] = entry
-        insort(entry.home, entry)
+        insort(entry.home, entry, key=_place)
         if entry.home is self._ahead:
             (self._ranked.appendleft if is_first else self._ranked.append)(entry)
 
     def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.request.request_id]
-        del entry.home[bisect_left(entry.home, entry)]
+        del entry.home[bisect_left(entry.home, _place(entry), key=_place)]
         if entry.home is self._ahead:
             self._ranked.remove(entry)
