@@ -29,7 +29,7 @@ from vllm_penalty_sched.settings import Settings
 README = Path(__file__).parents[1] / "README.md"
 FENCE = re.compile(r"(?ms)(.*?)(?:^<!-- ((?:(?!-->).)+) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$")
 SHELLS = {"bash": ["bash", "-euo", "pipefail"], "python": ["python"]}
-SHOWN = {"console", "json", "text"}
+SHOWN = {"console", "json", "text", "promql"}
 RUN_LIMIT_S, START_LIMIT_S, STOP_LIMIT_S = 900, 300, 30
 
 

@@ -157,7 +157,12 @@ def decide(state: StepState, model: StepTimes | None) -> Decision:
     if infeasible:
         limit_s = state.decode_only_s * (1.0 + TRICKLE_SHARE)
     else:
-        limit_s = _limit_s(state.slo_s + state.earned_s, state.decode_only_s, state)
+        limit_s = longest_planned_s(
+            state.slo_s + state.earned_s,
+            state.decode_only_s,
+            margin=state.margin,
+            slowdown=state.slowdown,
+        )
     fill = _fill(state, model, limit_s, state.most_tokens, infeasible=infeasible)
     if model is not None and fill.tokens > state.seen_tokens:
         daring = min(state.most_tokens, _within_proportion(state, model, limit_s))
@@ -169,11 +174,20 @@ def decide(state: StepState, model: StepTimes | None) -> Decision:
     return _aged_or(state, _reason(fill, model, infeasible=infeasible), fill=fill, model=model)
 
 
-def _limit_s(slo_s: float, decode_only_s: float, state: StepState) -> float:
-    """Return the longest predicted time that is expected to hold the SLO."""
+def longest_planned_s(
+    slo_s: float, decode_only_s: float, *, margin: float, slowdown: float
+) -> float:
+    """Return the longest predicted time of a step that is expected to hold the SLO, seconds.
+
+    Args:
+        slo_s: The SLO, at least ``decode_only_s``.
+        decode_only_s: Expected time of the step without prefill.
+        margin: As in ``StepState``.
+        slowdown: As in ``StepState``.
+    """
     # However noisy the machine, some room stays: decode-only steps overrun from noise as well.
     least_s = decode_only_s + LEAST_ROOM_SHARE * (slo_s - decode_only_s)
-    return max(least_s, slo_s / (1.0 + state.margin)) / state.slowdown
+    return max(least_s, slo_s / (1.0 + margin)) / slowdown
 
 
 def _reason(fill: _Fill, model: StepTimes | None, *, infeasible: bool) -> Reason:

@@ -11,7 +11,9 @@ pytest.importorskip("vllm")
 from tests.engine.virtual import add, is_clean, make_engine, play, start_decodes  # noqa: E402
 from vllm_penalty_sched import Scheduler  # noqa: E402
 from vllm_penalty_sched.engine import scheduler as scheduler_module  # noqa: E402
+from vllm_penalty_sched.engine import stats_transport  # noqa: E402
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
+from vllm_penalty_sched.telemetry import StepReport, StepTally  # noqa: E402
 
 
 def fail(*_args: object, **_options: object) -> None:
@@ -28,6 +30,11 @@ ENTRY_POINTS = {
     "learn": lambda patch, engine: patch.setattr(engine.scheduler.planner, "learn", fail),
     "request slo": lambda patch, engine: patch.setattr(engine.scheduler._slos, "add", fail),
     "notes": lambda patch, engine: patch.setattr(engine.scheduler._notes, "about", fail),
+    "report carrier": lambda patch, _: patch.setattr(stats_transport, "find_carrier", fail),
+    "report text": lambda patch, _: patch.setattr(StepReport, "to_json", fail),
+    "report": lambda patch, _: patch.setattr(StepTally, "take", fail),
+    "tally": lambda patch, _: patch.setattr(StepTally, "add", fail),
+    "reports": lambda patch, engine: patch.setattr(engine.scheduler._reports, "send", fail),
     "timer": lambda patch, engine: patch.setattr(engine.scheduler._timer, "completed", fail),
 }
 

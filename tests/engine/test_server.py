@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ import pytest
 
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
+
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 from vllm_penalty_sched.errors import ServerError  # noqa: E402
 from vllm_penalty_sched.serving.client import StreamRequest, stream_load  # noqa: E402
@@ -175,6 +178,43 @@ def test_vllms_own_benchmark_runs_against_it(served: Served, tmp_path: Path) -> 
     assert re.search(r"P99 ITL \(ms\):", done.stdout)
 
 
+def scraped(url: str) -> dict[str, dict[str, float]]:
+    """Values of every sample without ``le``, by name, then by reason or engine index."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    values: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "le" not in sample.labels:
+                key = sample.labels.get("reason", sample.labels.get("engine", ""))
+                values.setdefault(sample.name, {})[key] = sample.value
+    return values
+
+
+def test_the_metrics_endpoint_tells_every_step_that_ran(served: Served) -> None:
+    load = [
+        StreamRequest(prompt_token_ids=prompt(400, 200 + i), output_tokens=40, send_at_s=0.1 * i)
+        for i in range(12)
+    ]
+    before = scraped(served.url)
+
+    stream_load(served.url, load, model=served.model)
+
+    after = scraped(served.url)
+    name = "penalty_sched_observed_step_seconds_count"
+    steps = after[name]["0"] - before.get(name, {"0": 0.0})["0"]
+    decisions = sum(after["penalty_sched_decisions_total"].values())
+    assert 12 * 40 / len(load) < steps <= 12 * (40 + 400)
+    assert decisions == after[name]["0"] == after["penalty_sched_prefill_ratio_count"]["0"]
+    assert after["penalty_sched_penalty_seconds_total"]["0"] > 0.0
+    assert after["penalty_sched_slo_seconds"]["0"] == SLO_MS / 1e3
+    assert 0.0 < after["penalty_sched_decode_only_seconds"]["0"] < 1.0
+    assert 0.0 < after["penalty_sched_model_error"]["0"] < 1.0
+    assert after["penalty_sched_prefill_headroom_tokens_per_second"]["0"] > 100.0
+    assert after["penalty_sched_faults_total"]["0"] == 0.0
+    assert after["vllm:generation_tokens_total"]["0"] >= 12 * 40
+
+
 def test_wrong_settings_stop_the_server_with_every_mistake_in_one_message(
     model: str, tmp_path: Path
 ) -> None:
@@ -229,6 +269,25 @@ def test_the_offline_example_generates_and_tells_what_it_learned(model: str) -> 
 
     assert "1600 tokens generated" in printed
     assert re.search(r"learned from \d+ steps", printed)
+
+
+def test_two_api_servers_show_the_same_sums(model: str, tmp_path: Path) -> None:
+    spec = ServerSpec(
+        model=model,
+        log_path=tmp_path / "server.log",
+        engine_args=(*ENGINE_ARGS, "--api-server-count", "2"),
+        scheduler_cls="vllm_penalty_sched.Scheduler",
+        additional_config={"penalty_sched": {"tbt_slo_ms": SLO_MS}},
+    )
+    with serve(spec) as server:
+        for seed in range(6):  # one connection each: the kernel spreads them over the servers
+            one = StreamRequest(prompt_token_ids=prompt(100, seed), output_tokens=20)
+            stream_load(server.url, [one], model=server.model)
+        seen = [scraped(server.url) for _ in range(4)]
+
+    steps = [values["penalty_sched_observed_step_seconds_count"] for values in seen]
+    assert steps == [{"0": 6 * 20.0}] * 4
+    assert {values["penalty_sched_slo_seconds"]["0"] for values in seen} == {SLO_MS / 1e3}
 
 
 # Last: it takes the server away from the tests above.

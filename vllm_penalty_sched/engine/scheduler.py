@@ -31,6 +31,7 @@ from vllm_penalty_sched.engine.decision_notes import DecisionNotes
 from vllm_penalty_sched.engine.learned_state import StateSaver
 from vllm_penalty_sched.engine.request_slos import RequestSlos
 from vllm_penalty_sched.engine.slack_queue import SlackQueue
+from vllm_penalty_sched.engine.step_reports import StepReports
 from vllm_penalty_sched.engine.step_timer import StepTimer
 from vllm_penalty_sched.engine.step_trace import StepTrace
 from vllm_penalty_sched.engine.token_deadlines import TokenDeadlines
@@ -93,6 +94,7 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         self._deadlines = TokenDeadlines() if settings.pacing == "deadline" else None
         self._slos = RequestSlos()
         self._notes = DecisionNotes(settings)
+        self._reports = StepReports(self)
         rank = self.parallel_config.data_parallel_index
         self._trace = (
             StepTrace(ranked_path(settings.trace_path, rank)) if settings.trace_path else None
@@ -134,6 +136,7 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         if self._deadlines is not None:
             self._guarded(partial(self._deadlines.take_in, outputs, now_s=now_s))
+        self._guarded(self._reports.send, self, self.planner, outputs, now_s)
         if not self.running or self.pause_state != PauseState.UNPAUSED:
             self._timer.idle()
         return outputs
@@ -270,6 +273,7 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         if self._trace is not None:
             margin = planner.margin.relative
             self._trace.add(step, done_s=now_s, predicted_s=predicted_s, margin=margin)
+        self._reports.add(step, predicted_s, planner)
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
         """Run the plugin's own logic; an error of ours must not kill a serving engine."""

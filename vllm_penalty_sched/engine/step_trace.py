@@ -57,6 +57,7 @@ class StepTrace:
                 "reason": decision.reason if decision else None,
                 "budget_tokens": decision.prefill_tokens if decision else None,
                 "slo_s": decision.slo_s if decision else None,
+                "decode_only_s": decision.decode_only_s if decision else None,
                 "predicted_s": predicted_s,
                 "observed_s": step.seconds,
                 "margin": margin,
