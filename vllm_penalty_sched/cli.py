@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from vllm_penalty_sched import simulation_commands
+from vllm_penalty_sched import simulation_commands, step_log_commands
 from vllm_penalty_sched.calibration_grid import FULL, QUICK
 from vllm_penalty_sched.errors import ConfigError, MissingDependencyError, PenaltySchedError
 from vllm_penalty_sched.files import write_json
@@ -115,8 +115,14 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     command.set_defaults(run=_run_fit)
 
-    command = subcommands.add_parser("plot", help="draw measured steps, their fits and the errors")
-    command.add_argument("samples", type=Path, metavar="SAMPLES", help="a CSV file of samples")
+    command = subcommands.add_parser("report", help="sum up a step trace and say what to change")
+    step_log_commands.add_report_arguments(command)
+    command.set_defaults(run=step_log_commands.run_report)
+
+    command = subcommands.add_parser("plot", help="draw measured steps and fits, or a step trace")
+    command.add_argument(
+        "file", type=Path, metavar="FILE", help="a CSV file of samples, or what trace_path wrote"
+    )
     command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture")
     command.set_defaults(run=_run_plot)
 
@@ -263,8 +269,11 @@ def _run_fit(arguments: argparse.Namespace) -> int:
 
 
 def _run_plot(arguments: argparse.Namespace) -> int:
-    origin, samples = _read_samples(arguments.samples)
-    title = f"{origin.model} on {origin.hardware}"
-    draw_fit(arguments.out, fit_curve(samples), fit_step_time(samples), title=title)
+    if step_log_commands.is_step_trace(arguments.file):
+        step_log_commands.draw_trace(arguments.file, arguments.out)
+    else:
+        origin, samples = _read_samples(arguments.file)
+        title = f"{origin.model} on {origin.hardware}"
+        draw_fit(arguments.out, fit_curve(samples), fit_step_time(samples), title=title)
     print(f"wrote {arguments.out}")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,6 +17,8 @@ from vllm_penalty_sched.policy import Reason
 _T = TypeVar("_T")
 # Larger counts are no token counts, and a float does not hold them.
 _MOST_COUNT = 10**15
+# Outside of these no time or share is one of a step, and sums and ratios could overflow.
+_LEAST_S, _MOST_NUMBER = 1e-9, 1e9
 # The ratio follows from the counts; the writer rounds it to six places.
 _RATIO_TOLERANCE = 1e-6
 _MOST_SHOWN = 80
@@ -33,6 +34,8 @@ class StepRecord:
         reason: What set its prefill budget; None where the plugin did not steer.
         budget_tokens: The most prefill tokens it could carry; None: no limit.
         slo_s: The SLO that it was planned for; None if there was none.
+        decode_only_s: What the plan expected of it without prefill; None where nothing was planned
+            or known.
         predicted_s: What the model predicted before it learned from the step; None without one.
         observed_s: How long it took, > 0.
         margin: Share by which predictions were raised after it.
@@ -43,6 +46,7 @@ class StepRecord:
     reason: Reason | None
     budget_tokens: int | None
     slo_s: float | None
+    decode_only_s: float | None = None
     predicted_s: float | None
     observed_s: float
     margin: float
@@ -77,6 +81,7 @@ class StepTable:
     observed_s: NDArray[np.float64]
     predicted_s: NDArray[np.float64]
     slo_s: NDArray[np.float64]
+    decode_only_s: NDArray[np.float64]
     budget_tokens: NDArray[np.float64]
     prefill_tokens: NDArray[np.float64]
     decode_seqs: NDArray[np.float64]
@@ -97,6 +102,7 @@ class StepTable:
             observed_s=column(lambda step: step.observed_s),
             predicted_s=column(lambda step: step.predicted_s),
             slo_s=column(lambda step: step.slo_s),
+            decode_only_s=column(lambda step: step.decode_only_s),
             budget_tokens=column(lambda step: step.budget_tokens),
             prefill_tokens=column(lambda step: step.shape.prefill_tokens),
             decode_seqs=column(lambda step: step.shape.decode_seqs),
@@ -119,13 +125,12 @@ class StepTable:
     @property
     def is_decode_only(self) -> NDArray[np.bool_]:
         """Steps with decodes and without prefill."""
-        return self.has_decodes & (self.prefill_tokens == 0)
+        return self.has_decodes & ~(self.prefill_tokens > 0)
 
     @property
     def is_over(self) -> NDArray[np.bool_]:
         """Steps with decodes that took longer than their SLO."""
-        with np.errstate(invalid="ignore"):
-            return self.has_decodes & (self.observed_s > self.slo_s)
+        return self.has_decodes & (self.observed_s > self.slo_s)  # not over NaN
 
     def has_reason(self, *reasons: Reason) -> NDArray[np.bool_]:
         """Return which steps had one of these reasons."""
@@ -188,14 +193,17 @@ def _read_line(line: str, where: str) -> StepRecord:
         raise ConfigError(f"{where}, field decode_tokens: a step must have a token, got none")
     row.read("prefill_ratio", _ratio_of(shape), f"{shape.prefill_ratio:.6f} as the counts say")
     return StepRecord(
-        done_s=row.read("done_s", _number, "a finite number"),
+        done_s=row.read("done_s", _number, "a number, -1e9 to 1e9"),
         shape=shape,
         reason=row.read("reason", _or_none(_reason), f"null or one of {', '.join(Reason)}"),
         budget_tokens=row.read("budget_tokens", _or_none(_count), "null or an integer >= 0"),
-        slo_s=row.read("slo_s", _or_none(_positive), "null or a finite number > 0"),
-        predicted_s=row.read("predicted_s", _or_none(_not_negative), "null or a number >= 0"),
-        observed_s=row.read("observed_s", _positive, "a finite number > 0"),
-        margin=row.read("margin", _number, "a finite number"),
+        slo_s=row.read("slo_s", _or_none(_positive), "null or seconds, 1e-9 to 1e9"),
+        decode_only_s=row.read_if_there(
+            "decode_only_s", _or_none(_not_negative), "null or seconds, 0 to 1e9"
+        ),
+        predicted_s=row.read("predicted_s", _or_none(_not_negative), "null or seconds, 0 to 1e9"),
+        observed_s=row.read("observed_s", _positive, "seconds, 1e-9 to 1e9"),
+        margin=row.read("margin", _number, "a number, -1e9 to 1e9"),
     )
 
 
@@ -210,10 +218,13 @@ class _Row:
         value = self.content[field]
         try:
             return parse(value)
-        except (ValueError, OverflowError):
+        except ValueError:
             raise ConfigError(
                 f"{self.where}, field {field}: must be {rule}, got {_short(value)}"
             ) from None
+
+    def read_if_there(self, field: str, parse: Callable[[object], _T], rule: str) -> _T | None:
+        return self.read(field, parse, rule) if field in self.content else None
 
 
 def _count(value: object) -> int:
@@ -223,14 +234,17 @@ def _count(value: object) -> int:
 
 
 def _number(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(number := float(value)):  # type: ignore[arg-type]  # the type is checked first
+    # A bool is an int to isinstance; NaN fails the comparison.
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError  # noqa: TRY004 - one kind for all that breaks a rule
+    if not abs(value) <= _MOST_NUMBER:
         raise ValueError
-    return number
+    return float(value)
 
 
 def _positive(value: object) -> float:
     number = _number(value)
-    if number <= 0.0:
+    if number < _LEAST_S:
         raise ValueError
     return number
 
@@ -244,7 +258,7 @@ def _not_negative(value: object) -> float:
 
 def _reason(value: object) -> Reason:
     if not isinstance(value, str):
-        raise ValueError  # noqa: TRY004 - one kind for all that breaks a rule
+        raise ValueError  # noqa: TRY004 - as above
     return Reason(value)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_penalty_sched.decode_only_times import estimate_decode_only_s
 from vllm_penalty_sched.policy import Reason
 from vllm_penalty_sched.step_log import StepTable
 
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
 
     from vllm_penalty_sched.step_log import StepLog
 
-# So many decode-only steps are averaged for an estimate: enough to even out noise.
-NEIGHBOURS = 9
-# A decode-only step with a token count further off than this share tells nothing of another.
-MOST_DISTANCE = 0.25
 # Reasons under which prefills wait for the decodes' sake.
 WAITING = (Reason.DEFERRED, Reason.HELD, Reason.INFEASIBLE, Reason.AGED)
 
@@ -69,8 +66,8 @@ class PenaltyFigures:
 
     Attributes:
         mixed_steps: Steps with decodes and prefill.
-        estimated_steps: Those among them that the trace's own decode-only steps could be compared
-            with (``estimate_decode_only_s``); the other figures are of these.
+        estimated_steps: Those among them whose time without prefill can be told
+            (``estimate_decode_only_s``); the other figures are of these.
         penalty_s: Sum, seconds; noise may make a single step's part negative.
         share: The sum over the time of all steps with decodes.
         mean_s: Mean of a mixed step.
@@ -195,36 +192,6 @@ def summarize_steps(log: StepLog) -> StepSummary:
         most_margin=float(np.max(table.margin)),
         longest_wait_s=_longest_wait_s(table),
     )
-
-
-def estimate_decode_only_s(table: StepTable) -> NDArray[np.float64]:
-    """Return what each step with decodes would have taken without its prefill.
-
-    A decode-only step is its own estimate. A mixed step's is the median of up to ``NEIGHBOURS``
-    of the trace's decode-only steps: those with the nearest number of decode tokens that occurs,
-    and among them those nearest in context. Drift of the machine's speed is not taken out.
-
-    Returns:
-        Seconds, shape (n,); NaN for steps without decodes, and where the nearest number of
-        decode tokens is off by more than ``MOST_DISTANCE``.
-    """
-    estimates_s = np.where(table.is_decode_only, table.observed_s, np.nan)
-    known = np.flatnonzero(table.is_decode_only)
-    known = known[np.lexsort((table.decode_context[known], table.decode_tokens[known]))]
-    counts, starts = np.unique(table.decode_tokens[known], return_index=True)
-    ends = np.append(starts[1:], known.size)
-    for count in np.unique(table.decode_tokens[table.is_mixed]) if counts.size else ():
-        nearest = int(np.argmin(np.abs(counts - count)))
-        if abs(counts[nearest] - count) > MOST_DISTANCE * count:
-            continue
-        group = known[starts[nearest] : ends[nearest]]
-        asked = np.flatnonzero(table.is_mixed & (table.decode_tokens == count))
-        places = np.searchsorted(table.decode_context[group], table.decode_context[asked])
-        width = min(NEIGHBOURS, group.size)
-        firsts = np.clip(places - width // 2, 0, group.size - width)
-        near = group[firsts[:, None] + np.arange(width)]
-        estimates_s[asked] = np.median(table.observed_s[near], axis=1)
-    return estimates_s
 
 
 def run_starts(table: StepTable) -> NDArray[np.int64]:
