@@ -28,10 +28,10 @@ demo: $(SETUP) ## Run the demo into build/demo (options: DEMO_ARGS='...')
 test: export VLLM_PENALTY_REQUIRE_VLLM := 1
 test: $(SETUP) lint test-core ## Run every check: lint, core tests, wheel tests, tests with vLLM, README
 	$(call stage,wheel tests,$(BIN)/python -m pytest tests/packaging)
-	$(call stage,tests with vLLM,$(BIN)/python -m pytest -rs --durations=10 -m "vllm or gpu")
+	$(call stage,slow tests and tests with vLLM,$(BIN)/python -m pytest -rs --durations=10 -m "vllm or gpu or slow")
 
 test-core: $(CORE) ## Run the tests that need no vLLM
-	$(call stage,core tests,$(BIN)/python -m pytest -m "not vllm" $(CORE_TESTS))
+	$(call stage,core tests,$(BIN)/python -m pytest -m "not vllm and not slow" $(CORE_TESTS))
 
 lint: $(CORE) ## Check style, formatting, types and the layers
 	$(call stage,ruff check,$(BIN)/ruff check)

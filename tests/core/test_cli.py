@@ -185,6 +185,7 @@ def test_fit_saves_a_step_time_model_that_knows_where_it_is_from(
     assert model.predict_s(BatchShape(decode_seqs=8, decode_tokens=8, decode_context=800)) > 0
 
 
+@pytest.mark.slow
 def test_plot_writes_a_picture(samples_path: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
 

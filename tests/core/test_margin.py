@@ -21,6 +21,7 @@ def overrun_share(noise: list[float], miss_rate: float, *, skipped: int) -> tupl
     return float(np.mean(overruns[skipped:])), float(np.mean(margins[skipped:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("miss_rate", [0.0005, 0.001, 0.01, 0.05])
 def test_the_share_of_overruns_comes_to_the_miss_rate(miss_rate: float) -> None:
     noise = list(0.03 * np.random.default_rng(0).standard_normal(int(max(20_000, 20 / miss_rate))))

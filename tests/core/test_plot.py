@@ -20,6 +20,7 @@ PANELS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_picture_is_written_in_the_format_of_its_suffix(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
 
@@ -30,6 +31,7 @@ def test_the_picture_is_written_in_the_format_of_its_suffix(tmp_path: Path) -> N
     assert "<svg" in (tmp_path / "gaps.svg").read_text()
 
 
+@pytest.mark.slow
 def test_drawing_leaves_no_global_plotting_state(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     code = (
@@ -81,6 +83,7 @@ def step_fit() -> StepFit:
     )
 
 
+@pytest.mark.slow
 def test_a_fit_and_a_comparison_are_drawn_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     many = {f"machine {k}": curve_fit(1.0 + k) for k in range(10)}

@@ -23,6 +23,7 @@ def draw(path: Path) -> None:
     draw_simulation(path, SERVED, ttft_slo_s=2.0, tbt_slo_s=0.05, title="a load")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_schedulers_are_drawn_without_warnings_even_where_nothing_was_served(
     tmp_path: Path,

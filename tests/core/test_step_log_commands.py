@@ -138,6 +138,7 @@ def test_report_refuses_what_is_no_trace(
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_plot_tells_a_trace_by_its_content(
     trace_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +152,7 @@ def test_plot_tells_a_trace_by_its_content(
     assert "<svg" in (tmp_path / "steps.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "log",
     [
