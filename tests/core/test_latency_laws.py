@@ -9,6 +9,8 @@ from tests.core.test_latency import FITTED, gpu_like_s, random_shape
 from tests.strategies import shapes
 from vllm_penalty_sched import BatchShape, StepTimeModel
 
+pytestmark = pytest.mark.slow
+
 SEEN = [random_shape(np.random.default_rng(seed)) for seed in range(60)]
 TIMES_S = [gpu_like_s(shape) for shape in SEEN]
 FITTED_AT_ONCE = StepTimeModel().fit(SEEN, TIMES_S)

@@ -8,6 +8,9 @@ from vllm_penalty_sched import BatchShape, ConfigError
 from vllm_penalty_sched.margin import ConformalMargin, Slowdown
 
 
+pytestmark = pytest.mark.slow
+
+
 def overrun_share(noise: list[float], miss_rate: float, *, skipped: int) -> tuple[float, float]:
     """Plan each step right at the SLO, and return the share that overran and the mean margin."""
     margin = ConformalMargin(miss_rate)
@@ -21,7 +24,6 @@ def overrun_share(noise: list[float], miss_rate: float, *, skipped: int) -> tupl
     return float(np.mean(overruns[skipped:])), float(np.mean(margins[skipped:]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("miss_rate", [0.0005, 0.001, 0.01, 0.05])
 def test_the_share_of_overruns_comes_to_the_miss_rate(miss_rate: float) -> None:
     noise = list(0.03 * np.random.default_rng(0).standard_normal(int(max(20_000, 20 / miss_rate))))

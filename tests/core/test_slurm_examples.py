@@ -9,6 +9,8 @@ import pytest
 from tests.core.test_fitting import on_the_published_curve
 from vllm_penalty_sched.samples import Sample, SamplesOrigin, write_samples
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples" / "slurm"
 SCRIPTS = sorted(EXAMPLES.glob("*.sbatch"))
