@@ -7,7 +7,6 @@ from tests.strategies import shapes
 from vllm_penalty_sched import BatchShape, ConfigError
 from vllm_penalty_sched.margin import ConformalMargin, Slowdown
 
-
 pytestmark = pytest.mark.slow
 
 

@@ -11,6 +11,8 @@ from vllm_penalty_sched import ModelFileError, load_model
 from vllm_penalty_sched.features import TERMS
 from vllm_penalty_sched.model_state import Provenance, state_to_json
 
+pytestmark = pytest.mark.slow
+
 MODEL = learned(200)
 GOOD = state_to_json(MODEL.state())
 TEXTS = ("hardware", "model", "vllm_version")
