@@ -19,6 +19,18 @@ def shapes(draw: st.DrawFn, *, with_prefill: bool | None = None) -> BatchShape:
     )
 
 
+def with_more(
+    shape: BatchShape, other: BatchShape, more_seqs: int, more_context: int
+) -> BatchShape:
+    """Return a step with the chunks of another one too, and more decodes with more context."""
+    return BatchShape(
+        prefills=shape.prefills + other.prefills,
+        decode_seqs=shape.decode_seqs + more_seqs,
+        decode_tokens=shape.decode_tokens + more_seqs,
+        decode_context=shape.decode_context + more_context,
+    )
+
+
 settings_values = {
     "tbt_slo_ms": st.none() | st.floats(0.001, 3_600_000.0),
     "ttft_slo_ms": st.none() | st.floats(0.001, 3_600_000.0),

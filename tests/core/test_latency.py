@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.strategies import shapes
+from tests.strategies import shapes, with_more
 from vllm_penalty_sched import BatchShape, ConfigError, NotFittedError, StepTimeModel
 from vllm_penalty_sched.latency import MAX_PREFILL_TOKENS
 
@@ -155,12 +155,7 @@ def test_a_few_small_steps_are_not_read_as_a_flat_machine() -> None:
 def test_a_prediction_never_falls_when_tokens_are_added(
     shape: BatchShape, other: BatchShape, more_seqs: int, more_context: int
 ) -> None:
-    larger = BatchShape(
-        prefills=shape.prefills + other.prefills,
-        decode_seqs=shape.decode_seqs + more_seqs,
-        decode_tokens=shape.decode_tokens + more_seqs,
-        decode_context=shape.decode_context + more_context,
-    )
+    larger = with_more(shape, other, more_seqs, more_context)
 
     assert FITTED.predict_s(larger) >= FITTED.predict_s(shape) * (1 - 1e-12)
     assert FITTED.penalty_s(larger) >= 0.0

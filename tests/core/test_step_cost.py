@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.strategies import shapes
+from tests.strategies import shapes, with_more
 from vllm_penalty_sched import BatchShape
 from vllm_penalty_sched.features import SCALES, TERMS, term_matrix
 from vllm_penalty_sched.step_cost import MAX_PREFILL_TOKENS, StepCost
@@ -57,12 +57,7 @@ def test_a_chunk_fits_into_the_time_that_it_takes(
 def test_no_time_falls_when_tokens_are_added(
     cost: StepCost, shape: BatchShape, other: BatchShape, more_seqs: int, more_context: int
 ) -> None:
-    larger = BatchShape(
-        prefills=shape.prefills + other.prefills,
-        decode_seqs=shape.decode_seqs + more_seqs,
-        decode_tokens=shape.decode_tokens + more_seqs,
-        decode_context=shape.decode_context + more_context,
-    )
+    larger = with_more(shape, other, more_seqs, more_context)
 
     assert cost.seconds(larger) >= cost.seconds(shape) * (1 - 1e-12)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST_DEMANDS = 8
 # A waiting request's prefix-cache hit is looked up again after this many steps.
 _HIT_STEPS = 16
-_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,18 +136,17 @@ def _admissible(scheduler: VllmScheduler) -> Iterator[Request]:
         return iter(())
     queues = chain(getattr(scheduler, "kv_holding_waiting", ()), scheduler.waiting)
     first = list(islice(queues, 2 * MOST_DEMANDS))
-    ready = [request for request in first if request.status in _READY]
+    ready = [request for request in first if request.status in READY]
     return islice(ready or first, seats)
 
 
 def uncached_tokens(scheduler: VllmScheduler, request: Request) -> int:
     """Return the tokens that must be computed for a waiting request, by today's prefix cache."""
-    cached = request.num_computed_tokens or _prefix_hit_tokens(scheduler, request)
-    return int(request.num_tokens - cached)
+    return int(request.num_tokens - _cached_tokens(scheduler, request))
 
 
 def _waiting_demand(scheduler: VllmScheduler, request: Request) -> PrefillDemand:
-    cached = request.num_computed_tokens or _prefix_hit_tokens(scheduler, request)
+    cached = _cached_tokens(scheduler, request)
     remaining = max(1, request.num_tokens - cached)
     if remaining == 1 and scheduler.num_spec_tokens > 0:
         # vLLM pads such a request to a whole row of drafts, and waits if that does not fit.
@@ -181,6 +180,10 @@ def _minimum_tokens(scheduler: VllmScheduler, request: Request, needed: int) -> 
     return int(min(minimum, needed))
 
 
+def _cached_tokens(scheduler: VllmScheduler, request: Request) -> int:
+    return int(request.num_computed_tokens or _prefix_hit_tokens(scheduler, request))
+
+
 def _prefix_hit_tokens(scheduler: VllmScheduler, request: Request) -> int:
     """Look up the cached prefix as vLLM will, without its statistics and events."""
     manager = scheduler.kv_cache_manager
@@ -197,7 +200,7 @@ def _prefix_hit_tokens(scheduler: VllmScheduler, request: Request) -> int:
 
 
 def _could_start(scheduler: VllmScheduler, request: Request) -> bool:
-    if request.status not in _READY or request.lora_request is not None:
+    if request.status not in READY or request.lora_request is not None:
         return False
     free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     return bool((free_blocks - 1) * scheduler.block_size > request.num_tokens)

@@ -182,7 +182,7 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
             demands_could_use_tokens=could_use,
             own_slo_s=self._slos.tightest_tbt_s(before.decode_needs, self.requests),
             base_tokens=self.max_num_scheduled_tokens,
-            slack_s=self._slack_s(planner, before, now_s) if self._deadlines else None,
+            slack_s=self._slack_s(planner, before, now_s),
         )
         return PlannedStep(planner.plan(load, now_s), load, before)
 

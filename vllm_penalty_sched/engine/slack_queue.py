@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
+from vllm_penalty_sched.engine.composition import READY
 from vllm_penalty_sched.ordering import split_by_deadline
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ LATE_SHARE = 0.01
 # So many prompts are ranked anew in every step, more of them every few steps, and of all that wait
 # those that are due first: a step's share of the work is bounded.
 _RANKED_EACH_STEP, _MOST_RANKED = 32, 256
-_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 _priority = attrgetter("priority")
 
@@ -208,7 +208,7 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
     def _count(self, entry: _Entry) -> None:
         if entry.home is self._others:
             self._owed_tokens = max(0.0, self._owed_tokens - entry.tokens)
-        elif self._others and entry.request.status in _READY:
+        elif self._others and entry.request.status in READY:
             self._owed_tokens += LATE_SHARE * entry.tokens
 
     def _retire(self, earliest_s: float) -> None:
