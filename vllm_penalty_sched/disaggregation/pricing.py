@@ -1,0 +1,141 @@
+"""Where to prefill a prompt: here, beside the running decodes, or on a prefill instance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from vllm_penalty_sched.batch import BatchShape
+from vllm_penalty_sched.policy import AGED_TOKENS, StepTimes
+
+# An offer counts as in time only with this much to spare: both are predictions.
+_SAFETY = 1.25
+
+
+class Side(StrEnum):
+    """Who prefills a prompt."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+
+
+class ChoiceReason(StrEnum):
+    """Why a prompt is prefilled where it is."""
+
+    CHEAPER_HERE = "cheaper_here"
+    CHEAPER_THERE = "cheaper_there"
+    LATE_HERE = "late_here"
+    LATE_THERE = "late_there"
+    UNKNOWN = "unknown"
+    UNAVAILABLE = "unavailable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOffer:
+    """What prefilling a prompt here would cost.
+
+    Attributes:
+        first_token_s: Time to its first token from now, seconds; infinite if it would never come.
+        delay_s: By how much it would delay the running decodes, summed over them, seconds.
+    """
+
+    first_token_s: float
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Where a prompt is prefilled.
+
+    Attributes:
+        side: Who does it.
+        reason: Why.
+        local_s: Price here: its own wait and the delay of all decodes, seconds; None if unknown.
+        remote_s: Price there: its own wait, seconds; None if unknown.
+    """
+
+    side: Side
+    reason: ChoiceReason
+    local_s: float | None = None
+    remote_s: float | None = None
+
+
+def choose(
+    local: LocalOffer | None, remote_s: float | None, *, ttft_left_s: float | None = None
+) -> Choice:
+    """Return the cheaper side, in seconds that all requests together wait.
+
+    A side that would miss the TTFT SLO loses to one that would not, whatever the price.
+
+    Args:
+        local: The offer here; None while the step times are not known.
+        remote_s: Time to the first token from a prefill instance; None if unknown.
+        ttft_left_s: Time left to the first token's deadline, seconds; None: there is none.
+    """
+    if local is None or remote_s is None:
+        # Prefilling here is what is always possible.
+        return Choice(side=Side.LOCAL, reason=ChoiceReason.UNKNOWN, remote_s=remote_s)
+    local_s = local.first_token_s + local.delay_s
+    if ttft_left_s is not None:
+        in_time_here = local.first_token_s * _SAFETY <= ttft_left_s
+        in_time_there = remote_s * _SAFETY <= ttft_left_s
+        if in_time_here != in_time_there:
+            return Choice(
+                side=Side.LOCAL if in_time_here else Side.REMOTE,
+                reason=ChoiceReason.LATE_THERE if in_time_here else ChoiceReason.LATE_HERE,
+                local_s=local_s,
+                remote_s=remote_s,
+            )
+    is_cheaper_here = local_s <= remote_s
+    return Choice(
+        side=Side.LOCAL if is_cheaper_here else Side.REMOTE,
+        reason=ChoiceReason.CHEAPER_HERE if is_cheaper_here else ChoiceReason.CHEAPER_THERE,
+        local_s=local_s,
+        remote_s=remote_s,
+    )
+
+
+def offer_here(
+    times: StepTimes,
+    *,
+    decodes: BatchShape,
+    tokens: int,
+    cached: int,
+    tokens_ahead: int,
+    limit_s: float,
+    most_tokens: int,
+    max_defer_s: float,
+) -> LocalOffer:
+    """Return what prefilling a prompt here would cost.
+
+    Args:
+        times: Predicts step times.
+        decodes: The running decodes, without prefill.
+        tokens: Prompt tokens to compute, >= 1.
+        cached: Prompt tokens found in the prefix cache.
+        tokens_ahead: Prefill tokens that go before it.
+        limit_s: Longest time a step may take, margin already taken off, seconds; infinite: none.
+        most_tokens: The engine's own token budget for a step.
+        max_defer_s: How long the policy defers a prefill of which no chunk fits, seconds.
+    """
+    chunk = min(tokens, max(1, most_tokens - decodes.decode_tokens))
+    if decodes.decode_seqs and math.isfinite(limit_s):
+        fits = times.largest_prefill(decodes, cached + tokens // 2, limit_s, chunk)
+        chunk = min(chunk, fits)
+    # One chunk in the middle of the prompt stands for all: attention work grows evenly.
+    middle = cached + (tokens - chunk) // 2
+    if not chunk:
+        waits = math.ceil((tokens_ahead + tokens) / AGED_TOKENS)
+        step_s = times.predict_s(decodes.with_prefill(min(tokens, AGED_TOKENS), middle))
+        overrun_s = step_s - times.predict_s(decodes)
+        return LocalOffer(
+            first_token_s=waits * max_defer_s,
+            delay_s=decodes.decode_seqs * overrun_s * math.ceil(tokens / AGED_TOKENS),
+        )
+    step_s = times.predict_s(decodes.with_prefill(chunk, middle))
+    penalty_s = step_s - times.predict_s(decodes)
+    return LocalOffer(
+        first_token_s=step_s * max(1.0, (tokens_ahead + tokens) / chunk),
+        delay_s=decodes.decode_seqs * penalty_s * tokens / chunk,
+    )
