@@ -63,6 +63,19 @@ def test_from_a_rate_that_matters_the_search_goes_up(border: float) -> None:
     assert len({probe.rate for probe in found.probes}) == len(found.probes)
 
 
+def test_a_search_that_begins_near_the_border_needs_few_probes() -> None:
+    found = find_capacity(falling_to_zero_at(0.15), target=0.9, tolerance=0.1, first_rate=0.12)
+
+    assert [probe.rate for probe in found.probes][:2] == [0.12, 0.24]
+    assert found.rate <= 0.15 <= found.rate * 1.1
+
+
+@pytest.mark.parametrize("first_rate", [0.0, -1.0, 1e9, float("nan")])
+def test_a_search_cannot_begin_at_a_rate_beyond_its_bounds(first_rate: float) -> None:
+    with pytest.raises(ConfigError, match="first_rate must be between"):
+        find_capacity(lambda _: 1.0, target=0.9, tolerance=0.1, first_rate=first_rate)
+
+
 @pytest.mark.parametrize(
     ("target", "tolerance", "message"),
     [(0.0, 0.1, "target"), (1.1, 0.1, "target"), (0.9, 0.0, "tolerance"), (0.9, 2.0, "tolerance")],

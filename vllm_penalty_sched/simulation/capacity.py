@@ -51,11 +51,13 @@ def find_capacity(
     target: float,
     tolerance: float,
     least_rate: float | None = None,
+    first_rate: float = 1.0,
 ) -> Capacity:
     """Bisect for the highest rate at which a share meets a target.
 
-    The rate is bracketed by doubling or halving from 1, then bisected. The share is taken to fall
-    with the rate; where it does not quite, the result is one of several rates at the border.
+    The rate is bracketed by doubling or halving from ``first_rate``, then bisected. The share is
+    taken to fall with the rate; where it does not quite, the result is one of several rates at the
+    border.
 
     Args:
         share_at: Returns the share served well at a rate.
@@ -64,6 +66,7 @@ def find_capacity(
             the one that did not, > 0.
         least_rate: A rate below which the result does not matter: it is tried first, and the
             search ends if it fails.
+        first_rate: A rate to begin with, near what is to be found: rates far above cost most.
 
     Raises:
         ConfigError: If an argument breaks its rule.
@@ -72,6 +75,10 @@ def find_capacity(
         raise ConfigError(f"target must be a share in (0, 1], got {target}")
     if not 0.0 < tolerance <= 1.0:
         raise ConfigError(f"tolerance must be a share in (0, 1], got {tolerance}")
+    if not LEAST_RATE <= first_rate <= MOST_RATE:
+        raise ConfigError(
+            f"first_rate must be between {LEAST_RATE} and {MOST_RATE:.0f}, got {first_rate}"
+        )
     probes: list[Probe] = []
 
     def is_met(rate: float) -> bool:
@@ -80,24 +87,18 @@ def find_capacity(
         return probes[-1].is_met
 
     if least_rate is None:
-        met, failed = _bracket(is_met)
+        met, failed = _bracket(is_met, first_rate)
     elif is_met(least_rate):
         met, failed = _bracket_above(is_met, least_rate)
     else:
         return Capacity(rate=0.0, share=probes[0].share, probes=tuple(probes))
-    while failed > met > 0.0 and failed > (1.0 + tolerance) * met:
-        middle = (met * failed) ** 0.5
-        if is_met(middle):
-            met = middle
-        else:
-            failed = middle
+    met = _bisect(is_met, met, failed, tolerance=tolerance)
     share = next((probe.share for probe in probes if probe.rate == met), 0.0)
     return Capacity(rate=met, share=share, probes=tuple(probes))
 
 
-def _bracket(is_met: Callable[[float], bool]) -> tuple[float, float]:
+def _bracket(is_met: Callable[[float], bool], rate: float) -> tuple[float, float]:
     """Return a rate that meets the target, 0 if none does, and one that fails, if any does."""
-    rate = 1.0
     if is_met(rate):
         return _bracket_above(is_met, rate)
     while rate > LEAST_RATE:
@@ -105,6 +106,18 @@ def _bracket(is_met: Callable[[float], bool]) -> tuple[float, float]:
         if is_met(rate):
             return rate, 2.0 * rate
     return 0.0, rate
+
+
+def _bisect(
+    is_met: Callable[[float], bool], met: float, failed: float, *, tolerance: float
+) -> float:
+    while failed > met > 0.0 and failed > (1.0 + tolerance) * met:
+        middle = (met * failed) ** 0.5
+        if is_met(middle):
+            met = middle
+        else:
+            failed = middle
+    return met
 
 
 def _bracket_above(is_met: Callable[[float], bool], met: float) -> tuple[float, float]:
