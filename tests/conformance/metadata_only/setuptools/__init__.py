@@ -1,0 +1,1 @@
+"""Stands in for setuptools while pip asks a source distribution for its name and version."""
