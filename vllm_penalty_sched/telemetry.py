@@ -6,9 +6,10 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from vllm_penalty_sched.batch import BatchShape
+from vllm_penalty_sched.handover_report import HandoverReport
 from vllm_penalty_sched.planner import Planner
 from vllm_penalty_sched.policy import Decision, Reason, longest_planned_s
 
@@ -39,6 +40,7 @@ class StepReport:
         slo_s: The SLO in force; None while unsettled.
         headroom_tokens_per_s: What could be prefilled beside the present decodes under the SLO,
             on top of what is being prefilled; None while the model is cold.
+        handovers: Who prefilled what; None where there is no prefill instance to ask.
     """
 
     observed_s: Sequence[float]
@@ -56,10 +58,12 @@ class StepReport:
     decode_only_s: float | None
     slo_s: float | None
     headroom_tokens_per_s: float | None
+    handovers: HandoverReport | None = None
 
     def to_json(self) -> str:
         """Return the report as one compact line."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["handovers"] = asdict(self.handovers) if self.handovers else None
         return json.dumps(values, separators=(",", ":"))
 
     @classmethod
@@ -70,7 +74,11 @@ class StepReport:
             ValueError: If the text is no JSON.
             TypeError: If a field is missing or foreign.
         """
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise TypeError(f"a report is a JSON object, got {type(values).__name__}")
+        handovers = values.pop("handovers", None)
+        return cls(**values, handovers=HandoverReport(**handovers) if handovers else None)
 
 
 class StepTally:
@@ -161,6 +169,7 @@ class StepTally:
         faults: int,
         base_tokens: int,
         is_idle: bool,
+        handovers: HandoverReport | None = None,
     ) -> StepReport:
         """Return what has come together since the last call, and begin anew.
 
@@ -170,6 +179,7 @@ class StepTally:
             faults: All faults so far.
             base_tokens: The engine's own token budget for a step.
             is_idle: As for ``is_due``.
+            handovers: Who prefilled what since the last call; None without a prefill instance.
         """
         decodes = BatchShape() if is_idle else self._latest.without_prefill()
         decode_only_s = None
@@ -198,6 +208,7 @@ class StepTally:
                 base_tokens=base_tokens,
                 prefilled_per_s=0.0 if is_idle else self._prefilled_per_s,
             ),
+            handovers=handovers,
         )
         self._reported_s = now_s
         self._told_stalls, self._told_faults = planner.margin.stalls, faults

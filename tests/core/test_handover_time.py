@@ -114,3 +114,40 @@ def test_it_follows_an_instance_that_became_slower() -> None:
         handovers.finish(name, now_s=now_s)
 
     assert handovers.predict_s(1000, now_s=now_s) == pytest.approx(3 * true_s(1000), rel=0.2)
+
+
+def test_prompts_that_are_prefilled_together_are_learned_from_as_one() -> None:
+    handovers, now_s = taught(8)
+    for step in range(30):
+        names = [(step, place) for place in range(4)]
+        for name in names:
+            handovers.start(name, 1000, now_s=now_s)
+        now_s += LATENCY_S + 4 * (true_s(1000) - LATENCY_S)
+        for name in names:
+            handovers.finish(name, now_s=now_s)
+            now_s += 1e-3  # their transfers follow one another
+
+    for place in range(4):
+        handovers.start(place, 1000, now_s=now_s)
+    queue_s = 4 * (true_s(1000) - LATENCY_S)
+    assert handovers.predict_s(1000, now_s=now_s) == pytest.approx(queue_s + true_s(1000), rel=0.15)
+
+
+def test_a_prompt_that_is_late_already_is_not_waited_for() -> None:
+    handovers, now_s = taught()
+
+    handovers.start("late", 8000, now_s=now_s, due_s=now_s + 0.1)
+    in_time_s = handovers.predict_s(500, now_s=now_s + 0.05)
+    late_s = handovers.predict_s(500, now_s=now_s + 0.15)
+
+    assert in_time_s == pytest.approx(true_s(500) + true_s(8000) - LATENCY_S - 0.05, rel=0.02)
+    assert late_s == pytest.approx(true_s(500), rel=0.02)
+
+
+def test_an_instance_that_hangs_with_late_prompts_only_becomes_dearer_as_well() -> None:
+    handovers, now_s = taught()
+    handovers.start("hangs", 500, now_s=now_s, due_s=now_s + 0.1)
+
+    prices = [handovers.predict_s(500, now_s=now_s + wait_s) or 0.0 for wait_s in (1, 2, 4)]
+
+    assert all(later - earlier > 0.9 for earlier, later in itertools.pairwise(prices))

@@ -129,11 +129,30 @@ def test_what_is_not_known_is_prefilled_here(
     assert choice.reason is ChoiceReason.UNKNOWN
 
 
-def test_a_side_that_misses_the_ttft_slo_loses_to_one_that_does_not_whatever_the_price() -> None:
-    dear_here = LocalOffer(first_token_s=0.5, delay_s=50.0)
-    late_here = LocalOffer(first_token_s=3.0, delay_s=0.0)
+def test_while_the_ttft_slo_is_easily_met_the_price_decides() -> None:
+    dear_here = LocalOffer(first_token_s=0.1, delay_s=5.0)
 
-    assert choose(dear_here, 5.0, ttft_left_s=2.0).reason is ChoiceReason.LATE_THERE
-    assert choose(dear_here, 5.0, ttft_left_s=2.0).side is Side.LOCAL
-    assert choose(late_here, 1.0, ttft_left_s=2.0).reason is ChoiceReason.LATE_HERE
-    assert choose(late_here, 1.0, ttft_left_s=2.0).side is Side.REMOTE
+    choice = choose(dear_here, 0.4, ttft_left_s=2.0)
+
+    assert choice.side is Side.REMOTE
+    assert choice.reason is ChoiceReason.CHEAPER_THERE
+
+
+@pytest.mark.parametrize(
+    ("first_token_s", "remote_s", "side", "reason"),
+    [
+        (0.5, 0.6, Side.LOCAL, ChoiceReason.SOONER_HERE),
+        (0.6, 0.5, Side.REMOTE, ChoiceReason.SOONER_THERE),
+        (0.1, 3.0, Side.LOCAL, ChoiceReason.SOONER_HERE),
+        (9.0, 8.0, Side.REMOTE, ChoiceReason.SOONER_THERE),
+    ],
+)
+def test_where_the_ttft_slo_is_at_stake_the_sooner_side_is_taken_whatever_the_price(
+    first_token_s: float, remote_s: float, side: Side, reason: ChoiceReason
+) -> None:
+    dear_here = LocalOffer(first_token_s=first_token_s, delay_s=50.0)
+
+    choice = choose(dear_here, remote_s, ttft_left_s=2.0)
+
+    assert (choice.side, choice.reason) == (side, reason)
+    assert choice.local_s == first_token_s + 50.0

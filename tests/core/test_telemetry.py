@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.core.test_latency import FITTED
 from tests.strategies import shapes
 from vllm_penalty_sched import BatchShape, Settings
+from vllm_penalty_sched.handover_report import HandoverReport
 from vllm_penalty_sched.planner import Planner
 from vllm_penalty_sched.policy import Decision, Reason
 from vllm_penalty_sched.telemetry import (
@@ -275,3 +276,19 @@ def test_headroom_is_unknown_while_cold_and_the_idle_engine_forgets_what_it_pref
     assert told[0] is None
     assert told[1] == pytest.approx(headroom(prefilled_per_s=MIXED.prefill_tokens / 0.02))
     assert told[2] == headroom(BatchShape())
+
+
+def test_what_the_prefill_instance_did_survives_its_way_as_text() -> None:
+    handovers = HandoverReport(
+        choices={"remote:cheaper_there": 2},
+        seconds=[0.5, 0.25],
+        fallbacks={"timeout": 1},
+        is_up=False,
+    )
+    tally = StepTally()
+    add(tally)
+    report = tally.take(
+        planner_of(), 0.0, faults=0, base_tokens=BASE_TOKENS, is_idle=False, handovers=handovers
+    )
+
+    assert StepReport.from_json(report.to_json()).handovers == handovers

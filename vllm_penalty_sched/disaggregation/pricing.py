@@ -9,8 +9,9 @@ from enum import StrEnum
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.policy import AGED_TOKENS, StepTimes
 
-# An offer counts as in time only with this much to spare: both are predictions.
-_SAFETY = 1.25
+# While both sides' first tokens take at most this share of the time left to the deadline, the price
+# decides; beyond it the sooner one: a queue grows faster than its predictions tell.
+_EASY_SHARE = 0.25
 
 
 class Side(StrEnum):
@@ -25,10 +26,12 @@ class ChoiceReason(StrEnum):
 
     CHEAPER_HERE = "cheaper_here"
     CHEAPER_THERE = "cheaper_there"
-    LATE_HERE = "late_here"
-    LATE_THERE = "late_there"
+    SOONER_HERE = "sooner_here"
+    SOONER_THERE = "sooner_there"
     UNKNOWN = "unknown"
     UNAVAILABLE = "unavailable"
+    UNSUPPORTED = "unsupported"
+    TRIAL = "trial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,8 @@ def choose(
 ) -> Choice:
     """Return the cheaper side, in seconds that all requests together wait.
 
-    A side that would miss the TTFT SLO loses to one that would not, whatever the price.
+    Where the TTFT SLO is at stake, the side with the sooner first token is taken, whatever the
+    price: the delay of the decodes stays within their SLO, so that only lateness costs goodput.
 
     Args:
         local: The offer here; None while the step times are not known.
@@ -78,12 +82,12 @@ def choose(
         return Choice(side=Side.LOCAL, reason=ChoiceReason.UNKNOWN, remote_s=remote_s)
     local_s = local.first_token_s + local.delay_s
     if ttft_left_s is not None:
-        in_time_here = local.first_token_s * _SAFETY <= ttft_left_s
-        in_time_there = remote_s * _SAFETY <= ttft_left_s
-        if in_time_here != in_time_there:
+        easy_s = _EASY_SHARE * ttft_left_s
+        if max(local.first_token_s, remote_s) > easy_s:
+            is_sooner_here = local.first_token_s <= remote_s
             return Choice(
-                side=Side.LOCAL if in_time_here else Side.REMOTE,
-                reason=ChoiceReason.LATE_THERE if in_time_here else ChoiceReason.LATE_HERE,
+                side=Side.LOCAL if is_sooner_here else Side.REMOTE,
+                reason=ChoiceReason.SOONER_HERE if is_sooner_here else ChoiceReason.SOONER_THERE,
                 local_s=local_s,
                 remote_s=remote_s,
             )

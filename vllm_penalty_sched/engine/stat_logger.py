@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
+from vllm_penalty_sched.disaggregation.pricing import ChoiceReason, Side
+from vllm_penalty_sched.disaggregation.remote_prefills import Fallback
 from vllm_penalty_sched.engine import stats_transport
+from vllm_penalty_sched.handover_report import HandoverReport
 from vllm_penalty_sched.policy import Reason
 from vllm_penalty_sched.telemetry import StepReport
 
@@ -28,6 +32,7 @@ _STEP_BOUNDS_S = (
     0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5,
     1.0, 2.0, 5.0,
 )  # fmt: skip
+_HANDOVER_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 _TOKEN_BOUNDS = (0, *(2**power for power in range(3, 17)))
 
 
@@ -100,6 +105,18 @@ class _Metrics:
             "prefill_headroom_tokens_per_second",
             "What could still be prefilled under the SLO in force",
         )
+        self.choices = _counter(
+            "prefill_choices", "Prompts by who was to prefill them, and why", "side", "reason"
+        )
+        self.fallbacks = _counter(
+            "prefill_fallbacks", "Prompts prefilled here after all, by cause", "cause"
+        )
+        self.handover_s = _histogram(
+            "handover_seconds", "From asking for a prefill to its KV cache being here", _HANDOVER_S
+        )
+        self.prefill_is_up = _gauge(
+            "prefill_instance_up", "Whether the prefill instance can be asked"
+        )
 
     def add(self, report: StepReport, *, engine: str) -> None:
         """Add what a report tells; raises TypeError or ValueError if a value is none."""
@@ -123,11 +140,24 @@ class _Metrics:
         for counter, count in counts:
             counter.labels(engine).inc(count)
         self._add_decisions(report, engine)
+        if report.handovers is not None:
+            self._add_handovers(report.handovers, engine)
         self._set_levels(report, engine)
 
     def _add_decisions(self, report: StepReport, engine: str) -> None:
         for reason in Reason:  # all of them: a rate needs a 0 to start from
             self.decisions.labels(engine, reason.value).inc(report.decisions.get(reason, 0))
+
+    def _add_handovers(self, report: HandoverReport, engine: str) -> None:
+        for side, reason in product(Side, ChoiceReason):  # all of them, as above
+            count = report.choices.get(f"{side}:{reason}", 0)
+            self.choices.labels(engine, side.value, reason.value).inc(count)
+        for cause in Fallback:
+            self.fallbacks.labels(engine, cause.value).inc(report.fallbacks.get(cause, 0))
+        child = self.handover_s.labels(engine)
+        for seconds in report.seconds:
+            child.observe(seconds)
+        self.prefill_is_up.labels(engine).set(report.is_up)
 
     def _set_levels(self, report: StepReport, engine: str) -> None:
         levels = (

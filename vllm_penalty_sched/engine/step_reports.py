@@ -57,5 +57,6 @@ class StepReports:
             faults=scheduler.faults,
             base_tokens=scheduler.max_num_scheduled_tokens,
             is_idle=is_idle,
+            handovers=scheduler.sides.take_report() if scheduler.sides is not None else None,
         )
         stats_transport.put(carrier, report.to_json())
