@@ -37,6 +37,8 @@ settings_values = {
     "tbt_slo_scale": st.floats(1.0, 100.0, exclude_min=True),
     "miss_rate": st.floats(1e-6, 0.5),
     "max_defer_s": st.floats(1e-3, 3600.0),
+    "order": st.sampled_from(["fcfs", "slack"]),
+    "pacing": st.sampled_from(["gap", "deadline"]),
     "state_path": st.none() | st.just("state.json"),
     "trace_path": st.none() | st.just("trace.jsonl"),
     "mode": st.sampled_from(["enforce", "observe"]),

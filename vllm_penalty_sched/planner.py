@@ -18,6 +18,10 @@ _WARM_UP_STEPS = 2
 _KNOWN_MIXED_STEPS = 24
 # How fast the prefill speed is followed: a memory of about 50 steps.
 _SPEED_RATE = 0.02
+# No decode-only step is shorter or longer: a model that predicts one is spoiled.
+_SHORTEST_STEP_S, _LONGEST_STEP_S = 1e-7, 3600.0
+# Steps without decodes tell the prefill speed if they are about this large, or the largest so far.
+_LARGE_STEP_TOKENS = 512
 # Steps in a row that gave nobody a token although a budget was granted.
 _STALL_STEPS = 8
 
@@ -44,6 +48,31 @@ class StepLoad:
     slack_s: float | None = None
 
 
+class _FadingSpeed:
+    """Prefill speed of the latest steps of a kind."""
+
+    def __init__(self) -> None:
+        self._steps = self._seconds = self._tokens = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        kept = 1.0 - _SPEED_RATE
+        self._steps = kept * self._steps + 1.0
+        self._seconds = kept * self._seconds + seconds
+        self._tokens = kept * self._tokens + tokens
+
+    @property
+    def is_known(self) -> bool:
+        return self._tokens > 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._tokens / self._seconds if self._tokens else math.inf
+
+    @property
+    def step_s(self) -> float:
+        return self._seconds / self._steps if self._steps else 0.0
+
+
 class Planner:
     """Holds what was learned, and plans each step with it; has no clock of its own.
 
@@ -67,7 +96,8 @@ class Planner:
         self.slowdown = Slowdown()
         self.guards_admission = True
         self._settings = settings
-        self._limited_steps = self._limited_s = self._limited_tokens = 0.0
+        self._limited, self._free = _FadingSpeed(), _FadingSpeed()
+        self._most_free_tokens = _LARGE_STEP_TOKENS
         self._cold_start = ColdStart(is_over=self.model.mixed_samples >= _KNOWN_MIXED_STEPS)
         self._warm_up_left = _WARM_UP_STEPS
         self.latest_slo_s = self.slo_s(None, None)
@@ -81,14 +111,26 @@ class Planner:
         return not (self._cold_start.is_over and self.model.is_fitted)
 
     @property
+    def max_defer_s(self) -> float:
+        """Longest time that prefills may make no progress for the decodes' sake, seconds."""
+        return self._settings.max_defer_s
+
+    @property
     def prefill_tokens_per_s(self) -> float:
-        """Prefill speed of the latest steps that the SLO limited; infinite before any."""
-        return self._limited_tokens / self._limited_s if self._limited_tokens else math.inf
+        """Prefill speed of the latest steps that the SLO limited.
+
+        Before any, as on a prefill instance, of large ones without decodes; infinite before those.
+        """
+        return self._speed.tokens_per_s
 
     @property
     def limited_step_s(self) -> float:
-        """Mean time of the latest steps that the SLO limited, seconds; 0 before any."""
-        return self._limited_s / self._limited_steps if self._limited_steps else 0.0
+        """Mean time of the same steps, seconds; 0 before any."""
+        return self._speed.step_s
+
+    @property
+    def _speed(self) -> _FadingSpeed:
+        return self._limited if self._limited.is_known else self._free
 
     def plan(self, load: StepLoad, now_s: float) -> Decision:
         """Return the prefill budget for a load.
@@ -142,11 +184,11 @@ class Planner:
         """Take in how many prefill tokens vLLM really scheduled under a decision."""
         if prefill_tokens or not load.demands:
             self._starving_since_s = None
-        elif self._starving_since_s is None:
-            self._starving_since_s = now_s
+        elif self._starving_since_s is None or now_s < self._starving_since_s:
+            self._starving_since_s = now_s  # also where the clock went back
         if not decision.holds_admission:
             self._held_since_s = None
-        elif self._held_since_s is None:
+        elif self._held_since_s is None or now_s < self._held_since_s:
             self._held_since_s = now_s
         was_granted = bool(decision.prefill_tokens) and load.demands_could_use_tokens
         fruitless = was_granted and not prefill_tokens
@@ -167,8 +209,7 @@ class Planner:
             self._warm_up_left -= 1
             return None
         was_cold = self.is_cold
-        if decision is not None and decision.reason in (Reason.SLO, Reason.INFEASIBLE):
-            self._learn_speed(shape.prefill_tokens, seconds)
+        self._learn_speed(shape, seconds, decision)
         predicted_s = self.model.observe(shape, seconds)
         if shape.decode_seqs and predicted_s is not None and not was_cold:
             self._learn_noise(shape, seconds, predicted_s, decision)
@@ -193,17 +234,39 @@ class Planner:
             return default_s if own_slo_s is None else own_slo_s
         return min(own_slo_s, default_s)
 
-    def _learn_speed(self, prefill_tokens: int, seconds: float) -> None:
+    def _learn_speed(self, shape: BatchShape, seconds: float, decision: Decision | None) -> None:
         # Only from steps that could have used more: a short prompt alone says nothing of the speed.
-        kept = 1.0 - _SPEED_RATE
-        self._limited_steps = kept * self._limited_steps + 1.0
-        self._limited_s = kept * self._limited_s + seconds
-        self._limited_tokens = kept * self._limited_tokens + prefill_tokens
+        if decision is not None and decision.reason in (Reason.SLO, Reason.INFEASIBLE):
+            self._limited.add(shape.prefill_tokens, seconds)
+        elif not shape.decode_seqs and 2 * shape.prefill_tokens > self._most_free_tokens:
+            self._most_free_tokens = max(self._most_free_tokens, shape.prefill_tokens)
+            self._free.add(shape.prefill_tokens, seconds)
 
     def _decode_only_s(self, decodes: BatchShape) -> float | None:
         if not decodes.decode_seqs:
             return None
-        return self._cold_start.decode_only_s if self.is_cold else self.model.predict_s(decodes)
+        if self.is_cold:
+            return self._cold_start.decode_only_s
+        predicted_s = self.model.predict_s(decodes)
+        # Decodes that all wait for a step in flight have no tokens: that takes no time.
+        if decodes.tokens and not _SHORTEST_STEP_S < predicted_s < _LONGEST_STEP_S:
+            self._start_afresh()
+            raise ArithmeticError(
+                f"the step-time model predicts {predicted_s} s for {decodes}: it is forgotten, and "
+                "learning starts afresh"
+            )
+        return predicted_s
+
+    def _start_afresh(self) -> None:
+        provenance, stalls = self.model.provenance, self.margin.stalls
+        self.model = StepTimeModel()
+        self.model.provenance = provenance
+        self.margin = ConformalMargin(self._settings.miss_rate)
+        self.margin.stalls = stalls  # a count that was reported does not fall
+        self.slowdown = Slowdown()
+        self._cold_start = ColdStart()
+        self._limited, self._free = _FadingSpeed(), _FadingSpeed()
+        self._most_free_tokens = _LARGE_STEP_TOKENS
 
     def _most_tokens(self, decodes: BatchShape, slo_s: float | None) -> int:
         if not self.is_cold:

@@ -96,18 +96,60 @@ class Settings:
         Raises:
             ConfigError: If it is no such object, or any setting is wrong.
         """
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{source} is not JSON: {error}") from error
-        if isinstance(values, dict) and set(values) == {KEY}:
-            values = values[KEY]
-        if not isinstance(values, dict):
-            raise ConfigError(f"{source} must hold a JSON object, got {type(values).__name__}")
+        values = settings_in_json(text, source=source)
         try:
             return cls.from_mapping(values)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from error
+
+
+def settings_in_json(text: str, *, source: str) -> dict[str, Any]:
+    """Return the settings that a file's contents give, not checked yet.
+
+    Args:
+        text: As for ``Settings.from_json``.
+        source: The file's name, for messages.
+
+    Raises:
+        ConfigError: If it is no such object.
+    """
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from error
+    if isinstance(values, dict) and set(values) == {KEY}:
+        values = values[KEY]
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def inert_settings(given: Mapping[str, Any]) -> list[str]:
+    """Return one line for each setting that does nothing beside the others.
+
+    Args:
+        given: Valid settings, those left at their defaults not among them.
+    """
+    observes = given.get("mode") == "observe"
+    orders_nothing = "it only orders waiting prompts, and order is fcfs"
+    cases = (
+        ("tbt_slo_scale", given.get("tbt_slo_ms") is not None, "tbt_slo_ms is set"),
+        ("ttft_slo_ms", given.get("order") == "fcfs", orders_nothing),
+        ("ttft_slo_ms", observes, _OBSERVES),
+        ("order", observes and given.get("order") == "slack", _OBSERVES),
+        ("pacing", observes and given.get("pacing") == "deadline", _OBSERVES),
+        ("max_defer_s", observes, _OBSERVES),
+    )
+    reasons: dict[str, list[str]] = {}
+    for name, is_inert, why in cases:
+        if is_inert and given.get(name) is not None:
+            reasons.setdefault(name, []).append(why)
+    return [
+        f"{name} ({given[name]}) has no effect: {'; '.join(why)}" for name, why in reasons.items()
+    ]
+
+
+_OBSERVES = "mode observe schedules like stock vLLM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

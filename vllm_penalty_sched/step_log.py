@@ -66,7 +66,8 @@ class StepLog:
 
     Attributes:
         steps: In the order in which they completed, at least one.
-        cut_lines: Last lines that were not written to their end, 0 or 1.
+        cut_lines: Lines that were not written to their end: the last one, and those behind which
+            a restarted engine went on.
     """
 
     steps: tuple[StepRecord, ...]
@@ -144,8 +145,8 @@ def read_step_log(files: Sequence[TraceText]) -> StepLog:
         files: From the oldest to the newest.
 
     Raises:
-        ConfigError: If there is no step, or a line other than a cut last one breaks a rule; the
-            message names the file, the line and the field.
+        ConfigError: If there is no step, or a line other than a cut one breaks a rule; the message
+            names the file, the line and the field.
     """
     steps: list[StepRecord] = []
     cut_lines = 0
@@ -156,15 +157,23 @@ def read_step_log(files: Sequence[TraceText]) -> StepLog:
             is_cut = file is files[-1] and rest.startswith("{") and not _is_json(rest)
             cut_lines += is_cut
             lines += [] if is_cut else [rest]
-        steps += [
-            _read_line(line, f"{file.source}, line {number}")
-            for number, line in enumerate(lines, 1)
-            if line.strip()
-        ]
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            if _is_left_by_a_kill(lines[number - 1 : number + 1]):
+                cut_lines += 1
+            else:
+                steps.append(_read_line(line, f"{file.source}, line {number}"))
     if not steps:
         names = " and ".join(file.source for file in files)
         raise ConfigError(f"{names}: must hold at least one whole line of a step trace, got none")
     return StepLog(steps=tuple(steps), cut_lines=cut_lines)
+
+
+def _is_left_by_a_kill(line_and_next: Sequence[str]) -> bool:
+    # The writer leaves an empty line behind half a one that it finds when it starts.
+    line, *behind = line_and_next
+    return behind == [""] and line.startswith("{") and not _is_json(line)
 
 
 def _is_json(text: str) -> bool:

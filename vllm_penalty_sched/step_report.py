@@ -35,7 +35,7 @@ def format_step_report(summary: StepSummary, advice: Sequence[Advice], *, source
 
 def _steps(summary: StepSummary, source: str) -> list[str]:
     notes = [f"{summary.runs} runs of the engine"] if summary.runs > 1 else []
-    notes += ["the last line is cut"] if summary.cut_lines else []
+    notes += [f"cut lines: {summary.cut_lines}"] if summary.cut_lines else []
     note = f" ({', '.join(notes)})" if notes else ""
     return [
         _line("trace", source),

@@ -3,8 +3,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.core.test_latency import FITTED, gpu_like_s
+from tests.core.test_latency import FITTED, gpu_like_s, learned
 from vllm_penalty_sched import BatchShape, Settings
+from vllm_penalty_sched.model_state import Provenance
 from vllm_penalty_sched.planner import Planner, StepLoad
 from vllm_penalty_sched.policy import Decision, PrefillDemand, Reason
 
@@ -139,11 +140,69 @@ def test_a_budget_that_nobody_could_use_is_raised_until_somebody_does() -> None:
     assert planner.plan(load, 0.0).prefill_tokens == budgets[0]
 
 
-def test_a_clock_that_goes_backwards_harms_nothing() -> None:
-    planner = Planner(Settings(tbt_slo_ms=NO_ROOM_MS), FITTED)
+def test_where_the_clock_goes_back_the_wait_begins_anew() -> None:
+    planner = Planner(Settings(tbt_slo_ms=NO_ROOM_MS, max_defer_s=1.0), FITTED)
     load = load_of(LONG)
-    for now_s in (5.0, 3.0, -10.0, 4.0):
+    tokens = []
+    for now_s in (5.0, 5.9, -10.0, -9.1, -9.0):
         decision = planner.plan(load, now_s)
+        tokens.append(decision.prefill_tokens)
         planner.scheduled(decision, load, prefill_tokens=0, now_s=now_s)
 
-    assert decision.prefill_tokens == 0
+    assert tokens[:-1] == [0, 0, 0, 0]
+    assert tokens[-1] > 0
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 0.0, 1e300])
+def test_a_spoiled_model_is_forgotten_with_all_that_was_learned_by_it(poison: float) -> None:
+    planner = Planner(Settings(tbt_slo_ms=60.0), learned(200))
+    planner.model.provenance = provenance = Provenance(hardware="a", model="b", vllm_version="c")
+    planner.margin.stalls = 7
+    planner.model._speed.factor = poison
+
+    with pytest.raises(ArithmeticError, match="learning starts afresh"):
+        planner.plan(load_of(LONG), 0.0)
+
+    assert planner.is_cold
+    assert planner.model.samples == 0
+    assert planner.model.provenance == provenance
+    assert planner.margin.stalls == 7
+    assert planner.plan(load_of(LONG), 1.0).reason is Reason.COLD
+
+
+def test_decodes_that_all_wait_for_a_step_in_flight_spoil_no_model() -> None:
+    planner = Planner(Settings(tbt_slo_ms=1e3), learned(200))
+    waiting = BatchShape(decode_seqs=1, decode_tokens=0, decode_context=500)
+
+    decision = planner.plan(load_of(PrefillDemand(remaining=64, cached=0), decodes=waiting), 0.0)
+
+    assert decision.prefill_tokens == 64
+    assert planner.model.is_fitted
+
+
+def prefill_only(tokens: int) -> BatchShape:
+    return BatchShape(prefills=((tokens, 0),))
+
+
+def test_without_decodes_the_prefill_speed_is_that_of_large_steps() -> None:
+    planner = Planner(Settings(tbt_slo_ms=60.0), learned(200))
+    nobody = Decision(reason=Reason.NO_DECODE)
+
+    for tokens in (1, 100, 2048, 2000, 500):
+        planner.learn(prefill_only(tokens), 0.014 + 1e-4 * tokens, nobody)
+
+    # The first two are too small to tell, and so is the last one beside the two before it. The
+    # first two steps of a process are not learned from either.
+    assert planner.prefill_tokens_per_s == pytest.approx(4048 / (0.028 + 0.4048), rel=0.01)
+    assert planner.limited_step_s == pytest.approx(0.5 * (0.028 + 0.4048), rel=0.01)
+
+
+def test_steps_that_the_slo_limits_tell_the_prefill_speed_from_the_first_on() -> None:
+    planner = Planner(Settings(tbt_slo_ms=60.0), learned(200))
+    for _ in range(5):
+        planner.learn(prefill_only(2048), 0.1, Decision(reason=Reason.NO_DECODE))
+
+    planner.learn(DECODES.with_prefill(256, 0), 0.064, Decision(reason=Reason.SLO, slo_s=0.06))
+
+    assert planner.prefill_tokens_per_s == pytest.approx(256 / 0.064)
+    assert planner.limited_step_s == pytest.approx(0.064)

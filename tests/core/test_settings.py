@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import nonsense, settings_mappings
 from vllm_penalty_sched import ConfigError, Settings
-from vllm_penalty_sched.settings import RequestSlo
+from vllm_penalty_sched.settings import RequestSlo, inert_settings
 
 
 @given(settings_mappings)
@@ -79,3 +79,30 @@ def test_a_wrong_value_does_not_cost_the_right_one_beside_it() -> None:
 
     assert (slo.tbt_slo_s, slo.ttft_slo_s) == (None, 0.5)
     assert len(problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "inert"),
+    [
+        ({}, []),
+        ({"tbt_slo_ms": 50, "ttft_slo_ms": 900, "order": "slack", "pacing": "deadline"}, []),
+        ({"tbt_slo_ms": 50, "tbt_slo_scale": 2.0}, ["tbt_slo_scale"]),
+        ({"tbt_slo_ms": None, "tbt_slo_scale": 3.0}, []),
+        ({"ttft_slo_ms": 900, "order": "fcfs"}, ["ttft_slo_ms"]),
+        ({"ttft_slo_ms": None, "order": "fcfs"}, []),
+        ({"mode": "observe", "order": "slack"}, ["order"]),
+        ({"mode": "observe", "order": "fcfs", "pacing": "gap"}, []),
+        ({"mode": "observe", "pacing": "deadline", "max_defer_s": 1}, ["pacing", "max_defer_s"]),
+        ({"mode": "observe", "ttft_slo_ms": 900, "order": "fcfs"}, ["ttft_slo_ms"]),
+        ({"mode": "enforce", "max_defer_s": 1, "pacing": "deadline"}, []),
+    ],
+)
+def test_a_setting_that_does_nothing_beside_the_others_is_told_in_one_line(
+    given: dict, inert: list[str]
+) -> None:
+    Settings.from_mapping(given)
+
+    lines = inert_settings(given)
+
+    assert [line.split()[0] for line in lines] == inert
+    assert all("has no effect: " in line and "\n" not in line for line in lines)

@@ -96,6 +96,17 @@ def test_a_last_line_without_its_line_break_counts_as_whole() -> None:
     assert log == StepLog(steps=(GOOD, GOOD))
 
 
+@given(st.integers(1, len(line_of(GOOD)) - 1))
+def test_a_line_cut_anywhere_by_a_kill_is_counted_where_the_next_engine_went_on(
+    length: int,
+) -> None:
+    cut = line_of(GOOD)[:length]
+
+    log = read(f"{text_of([GOOD])}{cut}\n\n{text_of([GOOD])}")
+
+    assert log == StepLog(steps=(GOOD, GOOD), cut_lines=1)
+
+
 def test_a_cut_line_elsewhere_is_refused() -> None:
     cut = line_of(GOOD)[:30]
 

@@ -89,7 +89,7 @@ def test_a_cut_last_line_is_told(
     figures = figures_of(trace_path, tmp_path)
 
     assert figures["cut_lines"] == 1
-    assert "(the last line is cut)" in capsys.readouterr().out
+    assert "(cut lines: 1)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["report", "plot"])

@@ -1,4 +1,5 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,21 @@ def test_a_model_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
 
     with pytest.raises(ModelFileError, match="schema"):
         make_engine(Scheduler, {"model": str(tmp_path / "model.json")})
+
+
+def test_settings_that_do_nothing_are_told_at_the_start_in_a_line_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"mode": "observe", "pacing": "deadline", "tbt_slo_ms": 50, "tbt_slo_scale": 3}
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(settings))
+
+    for source in (settings, str(path)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "vllm.penalty_sched"):
+            make_engine(Scheduler, source)
+        told = [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()]
+
+        assert len(told) == 2
+        assert "tbt_slo_scale (3)" in told[0]
+        assert "pacing (deadline)" in told[1]

@@ -12,6 +12,7 @@ from tests.core.test_latency import learned  # noqa: E402
 from tests.engine.virtual import add, make_engine, play, start_decodes  # noqa: E402
 from vllm_penalty_sched import Scheduler  # noqa: E402
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
+from vllm_penalty_sched.step_log import TraceText, read_step_log  # noqa: E402
 
 LOG = "vllm.penalty_sched"
 
@@ -117,3 +118,31 @@ def test_the_trace_has_one_line_for_each_step_that_ran(tmp_path: Path) -> None:
     assert {"prefill_ratio", "reason", "budget_tokens", "predicted_s", "observed_s"} <= set(
         lines[0]
     )
+
+
+def test_a_trace_goes_on_readably_behind_a_line_that_a_kill_cut(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    for _ in range(2):
+        engine = make_engine(Scheduler, {"trace_path": str(path)})
+        start_decodes(engine, 4, output=50)
+        play(engine, 1000)
+        engine.scheduler._trace.close()
+        path.write_bytes(path.read_bytes()[:-40])
+
+    log = read_step_log([TraceText(source="trace", text=path.read_text())])
+
+    assert len(log.steps) == 2 * len(engine.steps) - 2
+    assert log.cut_lines == 2
+
+
+def test_a_state_is_saved_though_the_clock_went_back(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    engine = run_engine(path)
+    engine.scheduler._saver._write()
+    path.unlink()
+    engine.scheduler.clock = lambda: engine.now_s - 3600.0
+
+    add(engine, "later", 500, 20)
+    play(engine, 200)
+
+    assert wait_for_file(path)["samples"] > 0

@@ -80,6 +80,44 @@ def test_a_mamba_block_wider_than_the_budget_advances_in_parts() -> None:
     assert scheduler.scheduler_config.long_prefill_token_threshold == 0
 
 
+def test_a_mamba_block_in_parts_cuts_no_draft_off() -> None:
+    engine = make_engine(Scheduler, TIGHT, spec_tokens=3, max_num_batched_tokens=1024)
+    scheduler = engine.scheduler
+    start_decodes(engine, 8)
+    play(engine, 40)
+    scheduler.need_mamba_block_aligned_split = True
+    scheduler.cache_config.block_size = 528
+    scheduler.mamba_partial_cache_hit = False
+    scheduler.mamba_has_prefill_checkpoint_blocks = False
+    for tokens in (1, 2, 3):  # a budget of so few is all that such a prompt needs
+        add(engine, f"short-{tokens}", tokens, 5)
+        seen = play(engine, 60)
+
+        assert f"short-{tokens}" in engine.token_times_s
+        for step in seen:
+            needs = step.before.decode_needs
+            assert all(step.output.num_scheduled_tokens.get(name) == needs[name] for name in needs)
+
+
+def test_a_prompt_that_was_found_cached_and_is_not_any_more_still_runs_whole() -> None:
+    engine = make_engine(Scheduler, IMPOSSIBLE, max_num_batched_tokens=2048)
+    engine.scheduler.scheduler_config.enable_chunked_prefill = False
+    start_decodes(engine, 8)
+    play(engine, 20)
+    shared = prompt(600)
+    engine.scheduler.add_request(make_request("first", shared, 2))
+    longest_wait_s(engine, "first")
+    engine.scheduler.add_request(make_request("again", shared, 2))
+    # Just before it may wait no longer, what it was found to share goes.
+    starved_s = engine.now_s + MAX_DEFER_S - 0.05
+    while engine.now_s < starved_s:
+        engine.step()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    pool.cached_block_hash_to_block._cache.clear()
+
+    assert longest_wait_s(engine, "again") <= 0.05 + 0.1 + 0.25  # its own step takes 225 ms
+
+
 def test_a_prefill_end_that_must_not_be_split_is_given_its_lookahead() -> None:
     engine = make_engine(Scheduler, TIGHT)
     start_decodes(engine, 8)

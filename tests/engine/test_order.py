@@ -56,6 +56,20 @@ class Waiting:
         return str(self.queue.pop_request().request_id)
 
 
+def test_tokens_in_time_are_those_that_go_before_a_prompt_that_arrives_now() -> None:
+    waiting = Waiting()
+    waiting.add("no deadline", 1000)
+    waiting.add("soon", 100, 5.0)
+    waiting.add("later", 10, 50.0)
+    waiting.rank()
+    in_time = waiting.queue.tokens_in_time
+    waiting.now_s = 6.0
+    waiting.rank()
+
+    assert in_time == 110
+    assert waiting.queue.tokens_in_time == 10
+
+
 def test_the_earliest_deadline_goes_first_while_all_can_be_in_time() -> None:
     waiting = Waiting()
     waiting.add("late", 100, 9.0)
@@ -120,6 +134,21 @@ def test_a_preempted_request_goes_before_all() -> None:
     waiting.rank()
 
     assert waiting.names() == ["older", "younger", "fresh"]
+
+
+def test_a_request_preempted_after_its_admission_goes_before_all_as_well() -> None:
+    waiting = Waiting()
+    for name in ("admitted", "other"):
+        waiting.add(name, 100, TTFT_S)
+    waiting.rank()
+    admitted = waiting.queue.pop_request()
+    admitted.status = RequestStatus.PREEMPTED
+
+    waiting.queue.prepend_request(admitted)
+    waiting.add("urgent", 1, TTFT_S / 100)
+    waiting.rank()
+
+    assert waiting.names() == ["admitted", "urgent", "other"]
 
 
 def test_a_skipped_request_comes_back_to_its_place() -> None:

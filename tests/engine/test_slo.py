@@ -133,7 +133,7 @@ def test_the_tightest_request_rules_while_it_decodes_and_the_budget_widens_after
     tight = make_request("tight", prompt(8), 100, xargs={"tbt_slo_ms": 30})
     engine.scheduler.waiting.appendleft(tight)
     engine.scheduler.requests["tight"] = tight
-    engine.scheduler._slos.add(tight)
+    engine.scheduler._slos.add(tight, engine.scheduler.requests)
     while engine.scheduler.requests.get("tight") is not None:
         engine.step()
     ended = len(engine.steps)

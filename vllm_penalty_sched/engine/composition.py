@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_penalty_sched.batch import BatchShape
+from vllm_penalty_sched.engine.kv_loads import (
+    READY,
+    KvLoads,
+    awaits_kv,
+    free_seats,
+    served_first,
+)
 from vllm_penalty_sched.policy import PrefillDemand
 
 if TYPE_CHECKING:
@@ -20,7 +27,6 @@ if TYPE_CHECKING:
 MOST_DEMANDS = 8
 # A waiting request's prefix-cache hit is looked up again after this many steps.
 _HIT_STEPS = 16
-READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +36,8 @@ class Composition:
     Attributes:
         decode_needs: Tokens that each decode will get, by request id; 0 for one that must wait
             for a step in flight.
-        decodes: The decodes' part of the step.
+        decodes: The decodes' part of the step, with those that join them with a KV cache computed
+            elsewhere.
         prefills: Admitted requests that still prefill, with the tokens they need, in vLLM's order.
         is_sorted: Whether every decode stands before every prefill in ``running``.
     """
@@ -48,20 +55,18 @@ def read_prefilling(scheduler: VllmScheduler) -> list[Request]:
 
 def could_admit(scheduler: VllmScheduler) -> bool:
     """Return whether a request waits and there is a seat for one."""
-    waiting = scheduler.waiting or getattr(scheduler, "kv_holding_waiting", ())
-    return bool(waiting) and _free_seats(scheduler) > 0
+    waiting = scheduler.waiting or served_first(scheduler)
+    return bool(waiting) and free_seats(scheduler) > 0
 
 
-def _free_seats(scheduler: VllmScheduler) -> int:
-    taken = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-    seats = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
-    return int(seats - taken)
-
-
-def read_composition(scheduler: VllmScheduler) -> Composition:
+def read_composition(scheduler: VllmScheduler, loads: KvLoads | None = None) -> Composition:
     """Return who decodes and who prefills in the next step, with exact token counts.
 
     The counts are those of vLLM's own loop over ``running`` (0.28-0.33) under an unlimited budget.
+
+    Args:
+        scheduler: vLLM's scheduler before it schedules.
+        loads: From ``read_loads``.
     """
     next_step = scheduler.current_step + 1  # schedule() counts up on entry
     longest = scheduler.max_model_len - getattr(scheduler, "num_sampled_tokens_per_step", 1)
@@ -95,19 +100,34 @@ def read_composition(scheduler: VllmScheduler) -> Composition:
     decodes = BatchShape(
         decode_seqs=len(decode_needs), decode_tokens=tokens, decode_context=context
     )
+    decodes = decodes if loads is None else _with_arrived(decodes, loads)
     return Composition(
         decode_needs=decode_needs, decodes=decodes, prefills=prefills, is_sorted=is_sorted
     )
 
 
+def _with_arrived(decodes: BatchShape, loads: KvLoads) -> BatchShape:
+    return BatchShape(
+        decode_seqs=decodes.decode_seqs + len(loads.arrived),
+        decode_tokens=decodes.decode_tokens + loads.tokens,
+        decode_context=decodes.decode_context
+        + sum(request.num_tokens - 1 for request in loads.arrived),
+    )
+
+
 def read_demands(
-    scheduler: VllmScheduler, prefills: Sequence[tuple[Request, int]]
+    scheduler: VllmScheduler,
+    prefills: Sequence[tuple[Request, int]],
+    *,
+    looks_afresh: bool = False,
 ) -> tuple[tuple[PrefillDemand, ...], bool]:
     """Return who wants prefill tokens, and whether any of them could use some.
 
     Args:
         scheduler: vLLM's scheduler before it schedules.
         prefills: The admitted ones, from ``read_composition``.
+        looks_afresh: Whether to look up what the prefix cache holds of the first waiting request
+            even if that was done a few steps ago.
 
     Returns:
         The first ``MOST_DEMANDS`` in the order in which vLLM will serve them. The second value is
@@ -123,6 +143,8 @@ def read_demands(
         if needed
     ]
     waiting = list(islice(_admissible(scheduler), MOST_DEMANDS - len(demands)))
+    if looks_afresh and waiting:
+        waiting[0]._penalty_sched_hit = None
     # vLLM stops at the first waiting request that it cannot admit.
     could_use = bool(demands) or (bool(waiting) and _could_start(scheduler, waiting[0]))
     demands += [_waiting_demand(scheduler, request) for request in waiting]
@@ -131,18 +153,24 @@ def read_demands(
 
 def _admissible(scheduler: VllmScheduler) -> Iterator[Request]:
     """Yield waiting requests in vLLM's order, ready ones alone if there are any."""
-    seats = _free_seats(scheduler)
+    seats = free_seats(scheduler)
     if seats <= 0:
         return iter(())
-    queues = chain(getattr(scheduler, "kv_holding_waiting", ()), scheduler.waiting)
-    first = list(islice(queues, 2 * MOST_DEMANDS))
-    ready = [request for request in first if request.status in READY]
+    queues = chain(served_first(scheduler), scheduler.waiting)
+    wanting = (request for request in queues if not awaits_kv(scheduler, request))
+    first = list(islice(wanting, 2 * MOST_DEMANDS))
+    ready = [request for request in first if _is_ready(request)]
     return islice(ready or first, seats)
 
 
 def uncached_tokens(scheduler: VllmScheduler, request: Request) -> int:
     """Return the tokens that must be computed for a waiting request, by today's prefix cache."""
     return int(request.num_tokens - _cached_tokens(scheduler, request))
+
+
+def wanted_tokens(scheduler: VllmScheduler, request: Request) -> int:
+    """Return the tokens that are to be prefilled here for a waiting request, at least one."""
+    return 1 if awaits_kv(scheduler, request) else max(1, uncached_tokens(scheduler, request))
 
 
 def _waiting_demand(scheduler: VllmScheduler, request: Request) -> PrefillDemand:
@@ -199,15 +227,26 @@ def _prefix_hit_tokens(scheduler: VllmScheduler, request: Request) -> int:
     return known[1]
 
 
+def _is_ready(request: Request) -> bool:
+    """Return whether vLLM's next look at a waiting request admits it, if it can."""
+    if request.status is not RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        return request.status in READY
+    grammar = request.structured_output_request.grammar  # vLLM notices in schedule() that it came
+    return grammar is not None and not isinstance(grammar, Exception)
+
+
 def _could_start(scheduler: VllmScheduler, request: Request) -> bool:
-    if request.status not in READY or request.lora_request is not None:
+    if not _is_ready(request) or request.lora_request is not None:
         return False
     free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     return bool((free_blocks - 1) * scheduler.block_size > request.num_tokens)
 
 
 def read_scheduled(
-    scheduler: VllmScheduler, output: SchedulerOutput, prefilling: Iterable[Request]
+    scheduler: VllmScheduler,
+    output: SchedulerOutput,
+    prefilling: Iterable[Request],
+    loads: KvLoads | None = None,
 ) -> BatchShape:
     """Return the shape of the step that vLLM scheduled; call it right after ``schedule()``.
 
@@ -215,7 +254,9 @@ def read_scheduled(
         scheduler: vLLM's scheduler.
         output: What it returned.
         prefilling: From ``read_prefilling``, before the call. Who was running and not among them
-            decodes; who comes from waiting prefills, be it a single token.
+            decodes; who comes from waiting prefills, be it a single token, unless its KV cache
+            comes from elsewhere.
+        loads: From ``read_loads``, before the call.
     """
     granted = output.num_scheduled_tokens
     requests = scheduler.requests
@@ -224,7 +265,8 @@ def read_scheduled(
         [new.req_id for new in output.scheduled_new_reqs],
         output.scheduled_cached_reqs.resumed_req_ids,
     )
-    chunk_ids = [request_id for request_id in candidates if request_id in granted]
+    joined = {request.request_id for request in loads.arrived} if loads else ()
+    chunk_ids = [name for name in candidates if name in granted and name not in joined]
     chunks = [
         (granted[name], max(0, requests[name].num_computed_tokens - granted[name]))
         for name in chunk_ids

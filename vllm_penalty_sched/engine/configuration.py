@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from pathlib import Path
@@ -14,30 +15,46 @@ from vllm_penalty_sched.engine.learned_state import load_state
 from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.latency import StepTimeModel, load_model
 from vllm_penalty_sched.model_state import Provenance
-from vllm_penalty_sched.settings import KEY, Settings
+from vllm_penalty_sched.settings import KEY, Settings, inert_settings, settings_in_json
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+log = logging.getLogger("vllm.penalty_sched")
+
+
+def refuse_diffusion(vllm_config: VllmConfig) -> None:
+    """Raise ConfigError for a diffusion model, which needs a scheduler of its own."""
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        raise ConfigError("penalty_sched does not schedule diffusion models: drop --scheduler-cls")
 
 
 def read_settings(vllm_config: VllmConfig) -> Settings:
     """Return the settings under ``penalty_sched`` of ``additional_config``, or the defaults.
 
+    Those that do nothing beside the others are told in the log, a line each.
+
     Raises:
-        ConfigError: If any setting is wrong, the file cannot be read, or the model is a diffusion
-            model, which needs a scheduler of its own.
+        ConfigError: If any setting is wrong or the file cannot be read.
     """
-    if getattr(vllm_config, "diffusion_config", None) is not None:
-        raise ConfigError("penalty_sched does not schedule diffusion models: drop --scheduler-cls")
     config = vllm_config.additional_config
     source = config.get(KEY, {}) if isinstance(config, dict) else {}
-    if not isinstance(source, str):
-        return Settings.from_mapping(source)
+    if isinstance(source, str):
+        text = _read_text(source)
+        settings = Settings.from_json(text, source=source)
+        source = settings_in_json(text, source=source)
+    else:
+        settings = Settings.from_mapping(source)
+    for line in inert_settings(source):
+        log.warning("%s setting %s", KEY, line)
+    return settings
+
+
+def _read_text(path: str) -> str:
     try:
-        text = Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{KEY} settings: cannot read {source}: {error}") from error
-    return Settings.from_json(text, source=source)
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # such as a path with a null byte, or no UTF-8
+        raise ConfigError(f"{KEY} settings: cannot read {path}: {error}") from error
 
 
 def ranked_path(path: str, rank: int) -> str:

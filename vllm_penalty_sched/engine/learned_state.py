@@ -30,11 +30,11 @@ def load_state(path: str, provenance: Provenance) -> StepTimeModel | None:
         None if there is no file, or it is of other hardware, another model or another vLLM
         version, or spoiled; with a warning in all cases but the first.
     """
-    if not Path(path).exists():
-        return None
     try:
+        if not Path(path).exists():
+            return None
         model = load_model(path)
-    except ModelFileError as error:
+    except (ModelFileError, OSError) as error:
         log.warning("learning starts afresh: %s", error)
         return None
     if model.provenance != provenance:
@@ -54,8 +54,8 @@ class StateSaver:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._next_save_s = float("-inf")
-        self._period_s = _FIRST_PERIOD_S
+        self._saved_s = float("-inf")
+        self._wait_s, self._period_s = 0.0, _FIRST_PERIOD_S
         self._pending: ModelState | None = None
         self._wake = threading.Event()
         self._has_failed = False
@@ -64,9 +64,10 @@ class StateSaver:
 
     def offer(self, model: StepTimeModel, *, now_s: float) -> None:
         """Take a copy of the state if it is time to; a copy costs tens of microseconds."""
-        if now_s >= self._next_save_s and model.is_fitted:
-            period_s = min(self._period_s, SAVE_PERIOD_S)
-            self._next_save_s, self._period_s = now_s + period_s, 2.0 * period_s
+        # A clock that went back must not put the next save off until it has caught up.
+        if not 0.0 <= now_s - self._saved_s < self._wait_s and model.is_fitted:
+            self._wait_s = min(self._period_s, SAVE_PERIOD_S)
+            self._saved_s, self._period_s = now_s, 2.0 * self._wait_s
             self.take(model)
 
     def take(self, model: StepTimeModel) -> None:
@@ -86,7 +87,7 @@ class StateSaver:
             return
         try:
             write_json(self._path, state_to_json(state))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # such as a full disk, or a state with NaN
             self._has_failed = True
             log.warning(
                 "what is learned is no longer saved: cannot write %s: %s", self._path, error

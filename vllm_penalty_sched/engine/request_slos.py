@@ -21,8 +21,13 @@ class RequestSlos:
         self._slos: dict[str, RequestSlo] = {}
         self._has_warned = False
 
-    def add(self, request: Request) -> None:
-        """Read a new request's SLOs; a wrong value is ignored, with one warning in all."""
+    def add(self, request: Request, alive: Mapping[str, Request]) -> None:
+        """Read a new request's SLOs; a wrong value is ignored, with one warning in all.
+
+        Args:
+            request: The request; a streaming session's next input brings the session's new SLOs.
+            alive: All requests that vLLM holds: those that are gone are forgotten.
+        """
         params = request.sampling_params
         slo, problems = RequestSlo.from_extra_args(params.extra_args if params else None)
         if problems and not self._has_warned:
@@ -32,7 +37,11 @@ class RequestSlos:
                 request.request_id,
                 "; ".join(problems),
             )
-        if slo.tbt_slo_s is not None or slo.ttft_slo_s is not None:
+        if len(self._slos) > 2 * len(alive):  # no step may ever ask for them: mode observe
+            self._forget_all_but(alive)
+        if slo.tbt_slo_s is None and slo.ttft_slo_s is None:
+            self._slos.pop(request.request_id, None)
+        else:
             self._slos[request.request_id] = slo
 
     def ttft_s(self, request_id: str) -> float | None:
@@ -51,11 +60,14 @@ class RequestSlos:
         """Return the tightest of the decoding requests' own TBT SLOs, seconds; None without any."""
         if not self._slos:
             return None
-        for request_id in [known for known in self._slos if known not in requests]:
-            del self._slos[request_id]
+        self._forget_all_but(requests)
         own_s = [
             slo.tbt_slo_s
             for request_id, slo in self._slos.items()
             if request_id in decode_needs and slo.tbt_slo_s is not None
         ]
         return min(own_s, default=None)
+
+    def _forget_all_but(self, alive: Mapping[str, Request]) -> None:
+        for request_id in [known for known in self._slos if known not in alive]:
+            del self._slos[request_id]

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
+from vllm_penalty_sched.engine.compatibility import find_problems, pass_through_warning
 from vllm_penalty_sched.engine.composition import (
     Composition,
     could_admit,
@@ -24,19 +25,32 @@ from vllm_penalty_sched.engine.composition import (
     read_demands,
     read_prefilling,
     read_scheduled,
-    uncached_tokens,
+    wanted_tokens,
 )
-from vllm_penalty_sched.engine.configuration import ranked_path, read_model, read_settings
+from vllm_penalty_sched.engine.configuration import (
+    ranked_path,
+    read_model,
+    read_settings,
+    refuse_diffusion,
+)
 from vllm_penalty_sched.engine.decision_notes import DecisionNotes
+from vllm_penalty_sched.engine.kv_loads import KvLoads, may_load, put_ahead, read_loads
 from vllm_penalty_sched.engine.learned_state import StateSaver
+from vllm_penalty_sched.engine.prefill_sides import PrefillSides, start_sides
 from vllm_penalty_sched.engine.request_slos import RequestSlos
 from vllm_penalty_sched.engine.slack_queue import SlackQueue
+from vllm_penalty_sched.engine.step_limits import (
+    StepLimits,
+    find_limits,
+    held_within,
+    put_decodes_first,
+)
 from vllm_penalty_sched.engine.step_reports import StepReports
 from vllm_penalty_sched.engine.step_timer import StepTimer
 from vllm_penalty_sched.engine.step_trace import StepTrace
 from vllm_penalty_sched.engine.token_deadlines import TokenDeadlines
 from vllm_penalty_sched.planner import Planner, StepLoad
-from vllm_penalty_sched.policy import Decision
+from vllm_penalty_sched.policy import Decision, Reason
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -55,6 +69,7 @@ class PlannedStep:
     decision: Decision
     load: StepLoad | None = None
     before: Composition | None = None
+    limits: StepLimits | None = None
 
 
 class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checked here
@@ -66,8 +81,11 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
-    # vLLM's tests build schedulers without __init__; such a one behaves like stock.
+    # None where vLLM is not one that we can steer, or was built without __init__ (by vLLM's tests):
+    # such a scheduler behaves like stock.
     planner: Planner | None = None
+    # Chooses between the prefill instance and this one; None unless there is one to ask.
+    sides: PrefillSides | None = None
     faults = 0
     _is_strict = False
     _steers = False
@@ -83,6 +101,11 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        refuse_diffusion(self.vllm_config)
+        problems = find_problems(self)
+        if problems:
+            log.warning(pass_through_warning(problems))
+            return
         settings = read_settings(self.vllm_config)
         self.planner = Planner(settings, read_model(settings, self.vllm_config))
         self.reasons: Counter[str] = Counter()
@@ -102,27 +125,37 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         self._saver = (
             StateSaver(ranked_path(settings.state_path, rank)) if settings.state_path else None
         )
+        self.sides = start_sides(self, self.planner)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Take in a request and the SLOs in its ``vllm_xargs``."""
         if self.planner is not None:
-            self._guarded(self._slos.add, request)
+            self._guarded(self._slos.add, request, self.requests)
             if self._orders:
                 self._guarded(self._order_waiting, request)
-        super().add_request(request)
+            if self.sides is not None:
+                slo_s = self._ttft_slo_of(request)
+                self._guarded(self.sides.choose, self, self.planner, request, slo_s)
+        super().add_request(request, *args, **kwargs)
+        if self.planner is not None and self.connector is not None and may_load(request):
+            self._guarded(put_ahead, self, request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule one step within the planned budget."""
-        if self.planner is None:  # built without __init__
+        if self.planner is None:
             return super().schedule(*args, **kwargs)
         started_s = self.clock()
+        if self.sides is not None:
+            self._guarded(self.sides.take_in, self, started_s)
         prefilling = self._guarded(read_prefilling, self)
+        loads = self._guarded(read_loads, self)
         planned = None
         if prefilling is not None and self._may_steer():
-            planned = self._guarded(self._plan, self.planner, prefilling, started_s)
+            planned = self._guarded(self._prepare, self.planner, prefilling, loads, started_s)
         output = self._schedule_within(planned, *args, **kwargs)
         if prefilling is not None:
-            self._guarded(self._take_in, self.planner, output, prefilling, planned, started_s)
+            take_in = partial(self._take_in, loads=loads, started_s=started_s)
+            self._guarded(take_in, self.planner, output, prefilling, planned)
         return output
 
     def update_from_output(
@@ -134,47 +167,81 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         now_s = self.clock()
         self._guarded(self._learn, self.planner, scheduler_output, now_s)
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        if self._deadlines is not None:
+        if self._deadlines is not None and self._steers:
             self._guarded(partial(self._deadlines.take_in, outputs, now_s=now_s))
         self._guarded(self._reports.send, self, self.planner, outputs, now_s)
         if not self.running or self.pause_state != PauseState.UNPAUSED:
-            self._timer.idle()
+            self._guarded(self._timer.idle)
         return outputs
 
     def shutdown(self) -> None:
         """Save what was learned, then let vLLM shut down."""
-        if self.planner is not None and self._saver is not None and self.planner.model.is_fitted:
-            self._guarded(self._saver.take, self.planner.model)
+        if self.planner is not None:
+            self._guarded(self._save, self.planner)
         super().shutdown()
+
+    def _save(self, planner: Planner) -> None:
+        if self._saver is not None and planner.model.is_fitted:
+            self._saver.take(planner.model)
 
     def _order_waiting(self, request: Request) -> None:
         """Put our queue in the place of vLLM's once a request has a TTFT SLO."""
         if isinstance(self.waiting, SlackQueue) or math.isinf(self._ttft_deadline_s(request)):
             return
         queue = SlackQueue(
-            deadline_s=self._ttft_deadline_s,
-            tokens_left=partial(uncached_tokens, self),
+            deadline_s=self._deadline_in_queue_s,
+            tokens_left=self._tokens_in_queue,
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
         )
         for waiting in self.waiting:
             queue.add_request(waiting)
         self.waiting = queue
 
-    def _ttft_deadline_s(self, request: Request) -> float:
+    def _ttft_slo_of(self, request: Request) -> float:
         own_s = self._slos.ttft_s(request.request_id)
-        return self.clock() + (self._ttft_slo_s if own_s is None else own_s)
+        return self._ttft_slo_s if own_s is None else own_s
+
+    def _ttft_deadline_s(self, request: Request) -> float:
+        return self.clock() + self._ttft_slo_of(request)
+
+    def _deadline_in_queue_s(self, request: Request) -> float:
+        # vLLM's own calls reach these two through the queue: outside of any other guard.
+        deadline_s: float | None = self._guarded(self._ttft_deadline_s, request)
+        return math.inf if deadline_s is None else deadline_s
+
+    def _tokens_in_queue(self, request: Request) -> int:
+        tokens: int | None = self._guarded(wanted_tokens, self, request)
+        return int(request.num_tokens) if tokens is None else tokens
 
     def _may_steer(self) -> bool:
         return self._steers and self.pause_state == PauseState.UNPAUSED
 
-    def _plan(self, planner: Planner, prefilling: Sequence[Request], now_s: float) -> PlannedStep:
+    def _prepare(
+        self,
+        planner: Planner,
+        prefilling: Sequence[Request],
+        loads: KvLoads | None,
+        now_s: float,
+    ) -> PlannedStep:
+        planned = self._plan(planner, prefilling, loads, now_s)
+        self._put_decodes_first(planned.before)
+        limits = find_limits(self, planned.decision.prefill_tokens, planned.before, loads)
+        return planned if limits is None else replace(planned, limits=limits)
+
+    def _plan(
+        self,
+        planner: Planner,
+        prefilling: Sequence[Request],
+        loads: KvLoads | None,
+        now_s: float,
+    ) -> PlannedStep:
         if not prefilling and not could_admit(self):
             return PlannedStep(planner.nothing_to_prefill())
         if isinstance(self.waiting, SlackQueue):
             self._rank(self.waiting, planner, prefilling, now_s)
         if len(prefilling) == len(self.running):
             return PlannedStep(planner.nothing_to_protect())
-        before = read_composition(self)
+        before = read_composition(self, loads)
         demands, could_use = read_demands(self, before.prefills)
         load = StepLoad(
             decodes=before.decodes,
@@ -184,7 +251,14 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
             base_tokens=self.max_num_scheduled_tokens,
             slack_s=self._slack_s(planner, before, now_s),
         )
-        return PlannedStep(planner.plan(load, now_s), load, before)
+        decision = planner.plan(load, now_s)
+        if decision.reason is Reason.AGED and could_use and demands[0].is_waiting:
+            # What was found in the prefix cache may be gone: a prompt that cannot be chunked would
+            # not fit into the one budget in max_defer_s.
+            demands, _ = read_demands(self, before.prefills, looks_afresh=True)
+            load = replace(load, demands=demands)
+            decision = planner.plan(load, now_s)
+        return PlannedStep(decision, load, before)
 
     def _slack_s(self, planner: Planner, before: Composition, now_s: float) -> float | None:
         default_s = planner.latest_slo_s
@@ -212,33 +286,13 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
     def _schedule_within(
         self, planned: PlannedStep | None, *args: Any, **kwargs: Any
     ) -> SchedulerOutput:
-        if planned is not None:
-            self._put_decodes_first(planned.before)
-        prefill_tokens = planned.decision.prefill_tokens if planned else None
-        if planned is None or planned.before is None or prefill_tokens is None:
+        if planned is None or planned.limits is None:
             return super().schedule(*args, **kwargs)
-        config = self.scheduler_config
-        base_tokens = self.max_num_scheduled_tokens
-        threshold = config.long_prefill_token_threshold
-        self.max_num_scheduled_tokens = min(
-            base_tokens, planned.before.decodes.decode_tokens + prefill_tokens
-        )
-        if self.need_mamba_block_aligned_split and prefill_tokens:
-            # Lets a block wider than the budget advance in parts (vLLM 0.28-0.33).
-            config.long_prefill_token_threshold = min(threshold or prefill_tokens, prefill_tokens)
-        try:
+        with held_within(self, planned.limits):
             return super().schedule(*args, **kwargs)
-        finally:
-            self.max_num_scheduled_tokens = base_tokens
-            config.long_prefill_token_threshold = threshold
 
     def _put_decodes_first(self, before: Composition | None) -> None:
-        if self.policy == SchedulingPolicy.PRIORITY:
-            # A request that must give up its own blocks ends vLLM's loop over running (0.28-0.33):
-            # with the least urgent last, no decode behind it goes without its tokens.
-            self.running.sort(key=_urgency)
-        elif before is not None and not before.is_sorted:
-            self.running.sort(key=_is_prefilling)  # stable: vLLM's order within each kind
+        put_decodes_first(self, before)
 
     def _take_in(
         self,
@@ -246,9 +300,11 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         output: SchedulerOutput,
         prefilling: Sequence[Request],
         planned: PlannedStep | None,
+        *,
+        loads: KvLoads | None,
         started_s: float,
     ) -> None:
-        shape = read_scheduled(self, output, prefilling)
+        shape = read_scheduled(self, output, prefilling, loads)
         decision = planned.decision if planned else None
         self._timer.scheduled(output, shape, decision, started_s=started_s)
         if planned is None:
@@ -272,7 +328,10 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
             self._saver.offer(planner.model, now_s=now_s)
         if self._trace is not None:
             margin = planner.margin.relative
-            self._trace.add(step, done_s=now_s, predicted_s=predicted_s, margin=margin)
+            choices = self.sides.take_notes() if self.sides is not None else ()
+            self._trace.add(
+                step, done_s=now_s, predicted_s=predicted_s, margin=margin, choices=choices
+            )
         self._reports.add(step, predicted_s, planner)
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
@@ -293,11 +352,3 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
 
 class AsyncPenaltyScheduler(Scheduler, VllmAsyncScheduler):  # type: ignore[misc]  # as above
     """What ``Scheduler`` becomes under async scheduling."""
-
-
-def _is_prefilling(request: Request) -> bool:
-    return bool(request.is_prefill_chunk)
-
-
-def _urgency(request: Request) -> tuple[bool, int, float]:
-    return request.is_prefill_chunk, request.priority, request.arrival_time

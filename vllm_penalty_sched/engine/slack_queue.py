@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import RequestStatus
 
-from vllm_penalty_sched.engine.composition import READY
+from vllm_penalty_sched.engine.kv_loads import READY
 from vllm_penalty_sched.ordering import split_by_deadline
 
 if TYPE_CHECKING:
@@ -112,6 +112,11 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
             start_s += sum(entries[index].tokens for index in in_time) / tokens_per_s
         self._ranked = deque(ranked + self._ahead[_MOST_RANKED:])
 
+    @property
+    def tokens_in_time(self) -> int:
+        """Tokens of those that go before a prompt that arrives now, with a later deadline."""
+        return sum(entry.tokens for queue in (self._preempted, self._ahead) for entry in queue)
+
     def add_request(self, request: Request) -> None:
         """Add a request that arrives now."""
         deadline_s = self._deadline_s(request)
@@ -121,11 +126,12 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
     def prepend_request(self, request: Request) -> None:
         """Take back a request that was popped in this step, or take in a preempted one."""
         entry = self._popped.pop(request.request_id, None)
-        if entry is not None:
-            self._insert(entry, is_first=True)
-        elif request.status is RequestStatus.PREEMPTED:
+        is_preempted = request.status is RequestStatus.PREEMPTED
+        if is_preempted and (entry is None or entry.home is not self._preempted):
             # vLLM preempts the youngest first and prepends each: the last one is the oldest.
             self._add(request, -math.inf, -next(self._arrivals), self._preempted)
+        elif entry is not None:
+            self._insert(entry, is_first=True)
         else:
             self.add_request(request)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -28,12 +30,19 @@ class StepTrace:
         self._steps: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._stop = threading.Event()
         self._has_failed = False
+        self._is_begun = False
         self._thread = threading.Thread(target=self._run, name="penalty-trace", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def add(
-        self, step: TimedStep, *, done_s: float, predicted_s: float | None, margin: float
+        self,
+        step: TimedStep,
+        *,
+        done_s: float,
+        predicted_s: float | None,
+        margin: float,
+        choices: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Take in a step that ran.
 
@@ -42,6 +51,7 @@ class StepTrace:
             done_s: When it completed, the scheduler's clock.
             predicted_s: What the model predicted for it before it learned from it.
             margin: The margin in force after it.
+            choices: Where prompts that came since the step before are prefilled, and why.
         """
         if self._has_failed:
             return
@@ -61,6 +71,7 @@ class StepTrace:
                 "predicted_s": predicted_s,
                 "observed_s": step.seconds,
                 "margin": margin,
+                **({"choices": choices} if choices else {}),
             }
         )
 
@@ -85,14 +96,25 @@ class StepTrace:
             return
         try:
             self._append("".join(lines))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # such as a full disk, or a path with a null byte
             self._has_failed = True
             log.warning("the step trace ends here: cannot write %s: %s", self._path, error)
 
     def _append(self, text: str) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._is_begun and self._ends_within_a_line():
+            text = "\n\n" + text  # the empty line tells a reader that half of one is before it
+        self._is_begun = True
         with self._path.open("a", encoding="utf-8") as file:
             file.write(text)
             is_full = file.tell() >= MOST_BYTES
         if is_full:
             self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+
+    def _ends_within_a_line(self) -> bool:
+        """Return whether a process that was killed left half a line behind."""
+        if not self._path.is_file() or not self._path.stat().st_size:
+            return False
+        with self._path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() != b"\n"

@@ -43,7 +43,7 @@ class TokenDeadlines:
         for request in decoding:
             own_slo_s = slo_s(request.request_id)
             first_s = self._first_token_s.get(request.request_id)
-            if first_s is None:  # the first token is still in flight
+            if first_s is None or first_s > starts_s:  # still in flight, or the clock went back
                 due_s = starts_s + own_slo_s
             else:
                 # Tokens that steps in flight will bring count as if they were there.
