@@ -1,0 +1,179 @@
+"""A real server under mixed load for long: ``python -m tests.soak.server``.
+
+Stock vLLM gets the same load for a while, so that its own errors are told from ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import shlex
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from tests.soak.mixed_load import MixedLoad
+from vllm_penalty_sched.files import write_json
+from vllm_penalty_sched.serving.run_record import record_run
+from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, RunningServer, ServerSpec, serve
+from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
+from vllm_penalty_sched.step_log import TraceText, read_step_log
+from vllm_penalty_sched.step_summary import summarize_steps
+
+PERIOD_S = 10.0
+# While pools and caches still fill, memory grows on any server.
+SETTLED_SHARE = 0.3
+PAGE_BYTES = 4096
+MODEL = TinyModelSpec(layers=14, hidden_size=320, intermediate_size=864, attention_heads=5)
+ERROR_LINE = re.compile(r"\bERROR\b|Traceback")
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=20.0, help="of ours (%(default)g)")
+    parser.add_argument("--stock-minutes", type=float, default=4.0, help="(%(default)g)")
+    parser.add_argument("--clients", type=int, default=8, help="(%(default)s)")
+    parser.add_argument(
+        "--pause-s", type=float, default=4.0, help="of a client, mean (%(default)g)"
+    )
+    parser.add_argument("--tbt-slo-ms", type=float, default=200.0, help="(%(default)g)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def resident_mib(server: RunningServer) -> float:
+    """Return the resident memory of every process of the server, MiB."""
+    total = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
+            if session == server.process.pid:
+                total += int((folder / "statm").read_text().split()[1]) * PAGE_BYTES
+        except (OSError, IndexError):
+            continue  # it ended meanwhile
+    return total / 2**20
+
+
+def slope_mib_per_hour(samples: list[tuple[float, float]]) -> float | None:
+    settled = samples[int(SETTLED_SHARE * len(samples)) :]
+    if len(settled) < 3:
+        return None
+    times_s, sizes = zip(*settled, strict=True)
+    return float(np.polyfit(times_s, sizes, 1)[0] * 3600)
+
+
+def soak(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    trace = folder / "steps.jsonl"
+    settings = {
+        "tbt_slo_ms": arguments.tbt_slo_ms,
+        "ttft_slo_ms": 5000,
+        "trace_path": str(trace),
+        "state_path": str(folder / "state.json"),
+    }
+    ours = name == "penalty"
+    spec = ServerSpec(
+        model=str(folder / "model"),
+        log_path=folder / f"{name}.log",
+        engine_args=CPU_ENGINE_ARGS,
+        scheduler_cls="vllm_penalty_sched.Scheduler" if ours else None,
+        additional_config={"penalty_sched": settings} if ours else None,
+    )
+    minutes = arguments.minutes if ours else arguments.stock_minutes
+    memory: list[tuple[float, float]] = []
+    with serve(spec) as server:
+        load = MixedLoad(
+            server.url,
+            server.model,
+            clients=arguments.clients,
+            pause_s=arguments.pause_s,
+            seed=arguments.seed,
+        )
+
+        def watch(now_s: float) -> None:
+            server.raise_if_dead()
+            memory.append((now_s, resident_mib(server)))
+            if len(memory) % 6 == 0:
+                print(
+                    f"{name}: {now_s / 60:.1f} of {minutes:g} min, {load.seen.total()} requests, "
+                    f"{memory[-1][1]:.0f} MiB",
+                    flush=True,
+                )
+
+        asyncio.run(load.run(60 * minutes, watch, PERIOD_S))
+    log = spec.log_path.read_text(encoding="utf-8", errors="replace")
+    found = {
+        "minutes": minutes,
+        "requests": load.seen.total(),
+        "outcomes": dict(sorted(load.seen.items())),
+        "error_lines": sorted({_without_details(line) for line in _error_lines(log)}),
+        "resident_mib": {"first": round(memory[0][1]), "last": round(memory[-1][1])},
+        "slope_mib_per_hour": slope_mib_per_hour(memory),
+        "memory_mib": [(round(at_s), round(size, 1)) for at_s, size in memory],
+    }
+    return found | (slo_figures(trace) if ours else {})
+
+
+def _error_lines(log: str) -> list[str]:
+    return [line for line in log.splitlines() if ERROR_LINE.search(line)]
+
+
+def _without_details(line: str) -> str:
+    return re.sub(r"[0-9a-f]{8,}|\d+", "N", line)[:200]
+
+
+def slo_figures(trace: Path) -> dict[str, Any]:
+    log = read_step_log([TraceText(source=trace.name, text=trace.read_text(encoding="utf-8"))])
+    summary = summarize_steps(log)
+    judged = [step for step in log.steps if step.shape.decode_seqs and step.slo_s]
+    start_s = log.steps[0].done_s
+    by_minute: dict[int, list[bool]] = {}
+    for step in judged:
+        minute = int((step.done_s - start_s) // 60)
+        by_minute.setdefault(minute, []).append(step.observed_s <= (step.slo_s or 0.0))
+    return {
+        "steps": summary.steps,
+        "slo_held_share": summary.slo.held_share if summary.slo else None,
+        "slo_held_share_by_minute": [
+            round(float(np.mean(held)), 4) for _, held in sorted(by_minute.items())
+        ],
+        "longest_wait_s": summary.longest_wait_s,
+        "reasons": {str(one.reason): one.steps for one in summary.reasons},
+    }
+
+
+def problems_of(ours: dict[str, Any], stock: dict[str, Any]) -> list[str]:
+    """Return what stock does not show as well."""
+    fine = {"200", "400", "404", "aborted"}
+    found = [
+        f"{count} x {outcome}"
+        for outcome, count in ours["outcomes"].items()
+        if outcome.partition(" ")[2] not in fine and outcome not in stock["outcomes"]
+    ]
+    return found + [line for line in ours["error_lines"] if line not in stock["error_lines"]]
+
+
+def main() -> int:
+    arguments = read_arguments()
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        make_tiny_model(folder / "model", MODEL)
+        stock = soak("stock", folder, arguments)
+        ours = soak("penalty", folder, arguments)
+    problems = problems_of(ours, stock)
+    for name, run in (("stock", stock), ("penalty", ours)):
+        print(name, {key: value for key, value in run.items() if key != "memory_mib"})
+    print(*problems or ["nothing that stock does not show"], sep="\n")
+    if arguments.json:
+        command = shlex.join(["python", "-m", "tests.soak.server", *sys.argv[1:]])
+        runs = {"stock": stock, "penalty": ours, "problems": problems}
+        write_json(arguments.json, {**record_run(command, seed=arguments.seed), **runs})
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
