@@ -81,8 +81,10 @@ class Goodput:
 class Capacities:
     """What `vllm-penalty capacity` found for a pair."""
 
+    KIND = "capacity"
+
     def __init__(self, results: Path, pair: str) -> None:
-        self.content = json.loads((results / f"capacity_{pair}.json").read_text())
+        self.content = json.loads((results / f"{self.KIND}_{pair}.json").read_text())
         self.best_static = self.content["best_static"]
         self.rates = {entry["scheduler"]: entry["rate"] for entry in self.content["schedulers"]}
 

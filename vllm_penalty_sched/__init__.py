@@ -20,6 +20,7 @@ from vllm_penalty_sched.errors import (
 if TYPE_CHECKING:
     from vllm_penalty_sched.batch import BatchShape
     from vllm_penalty_sched.curve import PenaltyCurve
+    from vllm_penalty_sched.engine.connector import PenaltyConnector
     from vllm_penalty_sched.engine.scheduler import Scheduler
     from vllm_penalty_sched.latency import StepTimeModel, load_model
     from vllm_penalty_sched.settings import Settings
@@ -30,6 +31,7 @@ __all__ = [
     "MissingDependencyError",
     "ModelFileError",
     "NotFittedError",
+    "PenaltyConnector",
     "PenaltyCurve",
     "PenaltySchedError",
     "Scheduler",
@@ -41,8 +43,9 @@ __all__ = [
 
 _MODULES = {
     "BatchShape": "batch",
+    "PenaltyConnector": "engine.connector",
     "PenaltyCurve": "curve",
-    "Scheduler": "engine.scheduler",
+    "Scheduler": "engine.entry",
     "Settings": "settings",
     "StepTimeModel": "latency",
     "load_model": "latency",

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from vllm_penalty_sched import simulation_commands, step_log_commands
+from vllm_penalty_sched import advise_commands, simulation_commands, step_log_commands
 from vllm_penalty_sched.calibration_grid import FULL, QUICK
 from vllm_penalty_sched.errors import ConfigError, MissingDependencyError, PenaltySchedError
 from vllm_penalty_sched.files import write_json
@@ -24,7 +24,7 @@ from vllm_penalty_sched.serving import demo
 from vllm_penalty_sched.serving.run_record import describe_hardware, record_run, vllm_version
 from vllm_penalty_sched.serving.server import CPU_KV_CACHE_GIB, serves_on_cpu
 from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
-from vllm_penalty_sched.settings import Settings
+from vllm_penalty_sched.settings import Settings, inert_settings, settings_in_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,6 +141,12 @@ def make_parser() -> argparse.ArgumentParser:
     simulation_commands.add_capacity_arguments(command)
     command.set_defaults(run=simulation_commands.run_capacity)
 
+    command = subcommands.add_parser(
+        "advise", help="say whether separate prefill instances would pay, and why"
+    )
+    advise_commands.add_advise_arguments(command)
+    command.set_defaults(run=advise_commands.run_advise)
+
     return parser
 
 
@@ -157,6 +163,8 @@ def _run_check(arguments: argparse.Namespace) -> int:
     in_force = asdict(settings)
     for name, value in in_force.items():
         print(f"{name:14} {value if value is not None else '-'}")
+    for line in inert_settings(settings_in_json(text, source=str(arguments.file))):
+        print(f"{PROGRAM}: warning: {line}", file=sys.stderr)
     if arguments.json:
         write_json(arguments.json, in_force)
     return 0

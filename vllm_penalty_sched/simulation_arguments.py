@@ -15,7 +15,13 @@ from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.simulation.cost_files import parse_costs
 from vllm_penalty_sched.simulation.cost_profiles import find_profile
 from vllm_penalty_sched.simulation.device import DeviceSpec
-from vllm_penalty_sched.simulation.plan import EngineSize, SchedulerSpec, SimulationPlan
+from vllm_penalty_sched.simulation.link import (
+    DEFAULT_BANDWIDTH_BYTES_PER_S,
+    LinkSpec,
+    kv_bytes_per_token,
+)
+from vllm_penalty_sched.simulation.plan import EngineSize, SimulationPlan
+from vllm_penalty_sched.simulation.scheduler_spec import SchedulerSpec
 from vllm_penalty_sched.simulation.traces import (
     TraceRequest,
     cut_window,
@@ -83,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser.add_argument_group("load"))
     _add_engine(parser.add_argument_group("schedulers and engine"))
     _add_device(parser.add_argument_group("device"))
+    _add_pair(parser.add_argument_group("prefill and decode instance (pair:...)"))
     add = parser.add_argument_group("run").add_argument
     add(
         "--seed",
@@ -114,7 +121,7 @@ def read_windows(arguments: argparse.Namespace) -> list[Window]:
         ConfigError: If an option, the trace or the costs break a rule.
         OSError: If a file cannot be read.
     """
-    device = _read_device(arguments)
+    device = _read_device(arguments, arguments.costs)
     engine = EngineSize(
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
@@ -122,7 +129,7 @@ def read_windows(arguments: argparse.Namespace) -> list[Window]:
         async_scheduling=not arguments.sync,
         prefix_caching=arguments.prefix_caching,
     )
-    trace = None if arguments.trace is None else _read_trace(arguments.trace)
+    trace = None if arguments.trace is None else read_trace(arguments.trace)
     return [
         _make_window(arguments, trace, device, engine, start_s=start_s, seed=seed)
         for start_s in arguments.start or [0.0]
@@ -174,7 +181,9 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="stock:BUDGET, stock:BUDGET:LONG_PREFILL_THRESHOLD, penalty[:BUDGET] or "
         "oracle[:BUDGET] (ours with the true costs), unguarded[:BUDGET] (ours without admission "
         "guard) or static:BUDGET (our order, vLLM's budget), all but stock with settings such as "
-        "penalty,miss_rate=0.01; may be repeated",
+        "penalty,miss_rate=0.01; 2x:SPEC for two such engines behind a balancer; pair:RULE for a "
+        "prefill and a decode instance with ours: RULE is priced, always, never or the least "
+        "prompt tokens to prefill remotely; may be repeated",
     )
     group.add_argument("--order", help="our setting of that name (its default)")
     group.add_argument("--pacing", help="our setting of that name (its default)")
@@ -213,6 +222,25 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_pair(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--prefill-costs", metavar="FILE", help="of the prefill instance's device (as --costs)"
+    )
+    group.add_argument(
+        "--bandwidth-gbs",
+        type=float,
+        default=DEFAULT_BANDWIDTH_BYTES_PER_S / 1e9,
+        metavar="GB/S",
+        help="between the two instances, all GPUs of one together (%(default)g)",
+    )
+    group.add_argument(
+        "--kv-bytes-per-token",
+        type=int,
+        metavar="N",
+        help="size of a token's KV cache, over all GPUs of an instance (from the costs' name)",
+    )
+
+
 def _make_window(
     arguments: argparse.Namespace,
     trace: Sequence[TraceRequest] | None,
@@ -245,6 +273,10 @@ def _make_window(
         requests=tuple(requests),
         device=device,
         engine=engine,
+        prefill_device=(
+            _read_device(arguments, arguments.prefill_costs) if arguments.prefill_costs else None
+        ),
+        link=_read_link(arguments),
         ttft_slo_s=arguments.ttft_slo_ms / 1e3,
         tbt_slo_s=arguments.tbt_slo_ms / 1e3,
         settings={name: value for name, value in settings.items() if value is not None},
@@ -254,7 +286,16 @@ def _make_window(
     return Window(start_s=start_s, seed=seed, plan=plan, left_out=left_out, tick_s=tick_s)
 
 
-def _read_device(arguments: argparse.Namespace) -> DeviceSpec:
+def _read_link(arguments: argparse.Namespace) -> LinkSpec | None:
+    size = arguments.kv_bytes_per_token
+    if size is None:
+        size = kv_bytes_per_token(Path(arguments.costs).name)
+    if size is None:
+        return None
+    return LinkSpec(kv_bytes_per_token=size, bandwidth_bytes_per_s=1e9 * arguments.bandwidth_gbs)
+
+
+def _read_device(arguments: argparse.Namespace, costs: str) -> DeviceSpec:
     drift_start_s, drift_factor = 0.0, 1.0
     if arguments.drift is not None:
         time_text, _, factor_text = arguments.drift.partition(":")
@@ -265,21 +306,21 @@ def _read_device(arguments: argparse.Namespace) -> DeviceSpec:
                 f"--drift must be TIME:FACTOR, two numbers, got {arguments.drift}"
             ) from error
     return DeviceSpec(
-        costs=_read_costs(arguments),
+        costs=_read_costs(arguments, costs),
         noise_cv=arguments.noise,
         drift_start_s=drift_start_s,
         drift_factor=drift_factor,
     )
 
 
-def _read_costs(arguments: argparse.Namespace) -> StepCosts:
+def _read_costs(arguments: argparse.Namespace, costs: str) -> StepCosts:
     factor, overhead_s = arguments.mixed_decode_factor, arguments.overhead_ms / 1e3
     if not 0.0 <= overhead_s < math.inf:
         raise ConfigError(f"--overhead-ms must be a number >= 0, got {arguments.overhead_ms}")
-    if arguments.costs.startswith(PROFILE_PREFIX):
-        name = arguments.costs.removeprefix(PROFILE_PREFIX)
+    if costs.startswith(PROFILE_PREFIX):
+        name = costs.removeprefix(PROFILE_PREFIX)
         return find_profile(name, mixed_decode_factor=factor, overhead_s=overhead_s)
-    path = Path(arguments.costs)
+    path = Path(costs)
     mixed_path = path.with_name(f"{path.name.removesuffix('.csv')}-attn_mixed.csv.gz")
     return parse_costs(
         _read_text(path),
@@ -291,7 +332,8 @@ def _read_costs(arguments: argparse.Namespace) -> StepCosts:
     )
 
 
-def _read_trace(path: Path) -> list[TraceRequest]:
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Return the requests of a trace file, possibly gzipped; see ``parse_trace``."""
     return parse_trace(_read_text(path), source=str(path))
 
 

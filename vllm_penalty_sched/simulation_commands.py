@@ -22,9 +22,10 @@ from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.plot import require_matplotlib
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.simulation.capacity import Capacity, find_capacity
-from vllm_penalty_sched.simulation.plan import SchedulerKind, SchedulerSpec, SimulationPlan
+from vllm_penalty_sched.simulation.plan import SimulationPlan
 from vllm_penalty_sched.simulation.plot import draw_simulation
 from vllm_penalty_sched.simulation.result import SimulationResult, format_results
+from vllm_penalty_sched.simulation.scheduler_spec import SchedulerKind, SchedulerSpec
 
 if TYPE_CHECKING:
     import argparse

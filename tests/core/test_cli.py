@@ -108,6 +108,21 @@ def test_check_shows_the_settings_in_force(
     assert in_force["tbt_slo_scale"] == 2.0
 
 
+def test_check_warns_of_settings_that_do_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "inert.json"
+    path.write_text('{"penalty_sched": {"ttft_slo_ms": 900, "order": "fcfs", "mode": "observe"}}')
+
+    status = main(["check", str(path)])
+
+    printed = capsys.readouterr()
+    assert status == 0
+    assert re.search(r"order +fcfs\b", printed.out)
+    assert printed.err.count("\n") == 1
+    assert "warning: ttft_slo_ms (900) has no effect" in printed.err
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -88,6 +88,18 @@ def test_without_room_under_the_slo_a_prompt_gets_an_aged_chunk_each_time_it_may
     assert found.delay_s > 0.0
 
 
+def test_a_long_prompt_whose_end_leaves_room_for_no_chunk_is_late_here() -> None:
+    limit_s = 0.012
+    assert TIMES.largest_prefill(EIGHT, 0, limit_s) > 0
+    assert TIMES.largest_prefill(EIGHT, 120_000, limit_s) == 0
+
+    whole = offer(EIGHT, 128_000, limit_s=limit_s)
+    start = offer(EIGHT, 16_000, limit_s=limit_s)
+
+    assert whole.first_token_s > 1000.0
+    assert start.first_token_s < 20.0
+
+
 @given(
     tokens=st.integers(1, 8000),
     ahead=st.integers(0, 20_000),

@@ -1,14 +1,13 @@
+import math
+
 import pytest
 
 from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.simulation.cost_profiles import find_profile
 from vllm_penalty_sched.simulation.device import DeviceSpec
-from vllm_penalty_sched.simulation.plan import (
-    EngineSize,
-    SchedulerKind,
-    SchedulerSpec,
-    SimulationPlan,
-)
+from vllm_penalty_sched.simulation.link import LinkSpec
+from vllm_penalty_sched.simulation.plan import EngineSize, SimulationPlan
+from vllm_penalty_sched.simulation.scheduler_spec import SchedulerKind, SchedulerSpec
 from vllm_penalty_sched.simulation.traces import TraceRequest
 
 REQUESTS = (
@@ -51,8 +50,46 @@ def test_a_scheduler_is_read_with_its_budget_threshold_and_settings(
 
 
 @pytest.mark.parametrize(
+    ("text", "remote_from_tokens", "budget"),
+    [
+        ("pair", None, 8192),
+        ("pair:priced", None, 8192),
+        ("pair:always", 0.0, 8192),
+        ("pair:never", math.inf, 8192),
+        ("pair:2048", 2048.0, 8192),
+        ("pair:priced:4096", None, 4096),
+    ],
+)
+def test_a_pair_is_read_with_its_rule(
+    text: str, remote_from_tokens: float | None, budget: int
+) -> None:
+    spec = SchedulerSpec.parse(text)
+
+    assert spec.kind is SchedulerKind.PAIR
+    assert spec.remote_from_tokens == remote_from_tokens
+    assert (spec.budget_tokens, spec.engines) == (budget, 1)
+
+
+def test_several_engines_are_read_before_their_scheduler() -> None:
+    spec = SchedulerSpec.parse("2x:stock:512")
+
+    assert (spec.kind, spec.budget_tokens, spec.engines) == (SchedulerKind.STOCK, 512, 2)
+
+
+def test_a_pair_needs_to_know_the_size_of_a_kv_cache() -> None:
+    spec = SchedulerSpec.parse("pair")
+
+    make_plan(link=LinkSpec(kv_bytes_per_token=1)).check(spec)
+    with pytest.raises(ConfigError, match="pair: give --kv-bytes-per-token"):
+        make_plan().check(spec)
+
+
+@pytest.mark.parametrize(
     "text",
-    ["", "stock", "stock:0", "stock:-1", "stock:1:2:3", "penalty:1:2", "vllm:512", "stock:512,x=1"],
+    [
+        *["", "stock", "stock:0", "stock:-1", "stock:1:2:3", "penalty:1:2", "vllm:512"],
+        *["stock:512,x=1", "pair:sometimes", "pair:0", "2x:pair", "0x:penalty", "99x:penalty"],
+    ],
 )
 def test_a_scheduler_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="a scheduler must be stock:BUDGET"):

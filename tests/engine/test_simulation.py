@@ -19,12 +19,9 @@ from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
 from vllm_penalty_sched.simulation.cost_profiles import find_profile  # noqa: E402
 from vllm_penalty_sched.simulation.device import DeviceSpec  # noqa: E402
 from vllm_penalty_sched.simulation.goodput import pooled_gaps_s, ttfts_s  # noqa: E402
-from vllm_penalty_sched.simulation.plan import (  # noqa: E402
-    EngineSize,
-    SchedulerSpec,
-    SimulationPlan,
-)
+from vllm_penalty_sched.simulation.plan import EngineSize, SimulationPlan  # noqa: E402
 from vllm_penalty_sched.simulation.result import SimulationResult  # noqa: E402
+from vllm_penalty_sched.simulation.scheduler_spec import SchedulerSpec  # noqa: E402
 from vllm_penalty_sched.simulation.traces import TraceRequest, draw_poisson  # noqa: E402
 
 COSTS = find_profile("a100-llama3-8b", overhead_s=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,6 +13,9 @@ from vllm_penalty_sched.policy import AGED_TOKENS, StepTimes
 # While both sides' first tokens take at most this share of the time left to the deadline, the price
 # decides; beyond it the sooner one: a queue grows faster than its predictions tell.
 _EASY_SHARE = 0.25
+
+
+_PIECE_TOKENS, _MOST_PIECES = 4096, 8
 
 
 class Side(StrEnum):
@@ -123,23 +127,30 @@ def offer_here(
         most_tokens: The engine's own token budget for a step.
         max_defer_s: How long the policy defers a prefill of which no chunk fits, seconds.
     """
-    chunk = min(tokens, max(1, most_tokens - decodes.decode_tokens))
-    if decodes.decode_seqs and math.isfinite(limit_s):
-        fits = times.largest_prefill(decodes, cached + tokens // 2, limit_s, chunk)
-        chunk = min(chunk, fits)
-    # One chunk in the middle of the prompt stands for all: attention work grows evenly.
-    middle = cached + (tokens - chunk) // 2
-    if not chunk:
-        waits = math.ceil((tokens_ahead + tokens) / AGED_TOKENS)
-        step_s = times.predict_s(decodes.with_prefill(min(tokens, AGED_TOKENS), middle))
-        overrun_s = step_s - times.predict_s(decodes)
-        return LocalOffer(
-            first_token_s=waits * max_defer_s,
-            delay_s=decodes.decode_seqs * overrun_s * math.ceil(tokens / AGED_TOKENS),
-        )
-    step_s = times.predict_s(decodes.with_prefill(chunk, middle))
-    penalty_s = step_s - times.predict_s(decodes)
+    seconds = delay_s = 0.0
+    most_chunk = max(1, most_tokens - decodes.decode_tokens)
+    for piece, before in _pieces(tokens, cached):
+        chunk = min(piece, most_chunk)
+        if decodes.decode_seqs and math.isfinite(limit_s):
+            fits = times.largest_prefill(decodes, before + piece // 2, limit_s, chunk)
+            chunk = min(chunk, fits)
+        new = chunk or min(piece, AGED_TOKENS)
+        # One chunk in the middle of a piece stands for all: attention work grows evenly.
+        step_s = times.predict_s(decodes.with_prefill(new, before + (piece - new) // 2))
+        steps = piece / new
+        seconds += steps * (step_s if chunk else max(max_defer_s, step_s))
+        delay_s += decodes.decode_seqs * steps * (step_s - times.predict_s(decodes))
     return LocalOffer(
-        first_token_s=step_s * max(1.0, (tokens_ahead + tokens) / chunk),
-        delay_s=decodes.decode_seqs * penalty_s * tokens / chunk,
+        first_token_s=seconds * (tokens_ahead + tokens) / tokens, delay_s=max(0.0, delay_s)
     )
+
+
+def _pieces(tokens: int, cached: int) -> Iterator[tuple[int, int]]:
+    """Yield a prompt's pieces and what comes before each.
+
+    A long one is looked at in several: at its end no chunk may fit any more.
+    """
+    count = min(_MOST_PIECES, -(-tokens // _PIECE_TOKENS))
+    for place in range(count):
+        start, end = tokens * place // count, tokens * (place + 1) // count
+        yield end - start, cached + start

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,25 +14,33 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler as VllmAsyncSchedu
 from vllm.v1.core.sched.scheduler import Scheduler as VllmScheduler
 
 from vllm_penalty_sched.engine.scheduler import Scheduler
+from vllm_penalty_sched.engine.step_counter import StepCounter
+from vllm_penalty_sched.engine.virtual_cluster import VirtualCluster
 from vllm_penalty_sched.engine.virtual_config import make_request, make_scheduler, make_vllm_config
-from vllm_penalty_sched.engine.virtual_engine import VirtualEngine, VirtualStep
+from vllm_penalty_sched.engine.virtual_engine import VirtualEngine
+from vllm_penalty_sched.engine.virtual_pair import DECODE, PREFILL, VirtualPair
 from vllm_penalty_sched.planner import Planner, StepLoad
 from vllm_penalty_sched.policy import Decision, Reason
 from vllm_penalty_sched.settings import Settings
 from vllm_penalty_sched.simulation.device import NoMargin, TrueStepTimes, VirtualDevice
 from vllm_penalty_sched.simulation.goodput import ServedRequest, measure_goodput
-from vllm_penalty_sched.simulation.plan import SchedulerKind, SchedulerSpec, SimulationPlan
+from vllm_penalty_sched.simulation.plan import SimulationPlan
 from vllm_penalty_sched.simulation.result import SimulationResult
+from vllm_penalty_sched.simulation.scheduler_spec import SchedulerKind, SchedulerSpec
 from vllm_penalty_sched.simulation.traces import HASH_BLOCK_TOKENS, TraceRequest
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_penalty_sched.latency import StepTimeModel
+    from vllm_penalty_sched.simulation.device import DeviceSpec
+    from vllm_penalty_sched.simulation.link import LinkSpec
 
 # Turns of the engine's loop between two looks at the real clock.
 _TURNS_A_LOOK = 500
 _SAY_EVERY_S = 10.0
+# Largest step of a prefill instance: more prompts in one step would all wait for the last one.
+_PREFILL_BUDGET = 2048
 
 
 def simulate(
@@ -70,56 +79,31 @@ class StaticPlanner(Planner):
         return Decision(reason=Reason.FITS if suffices else Reason.SLO)
 
 
-@dataclass(slots=True, kw_only=True)
-class _StepCounts:
-    """Counts over the steps with tokens."""
-
-    steps: int = 0
-    decode_steps: int = 0
-    overruns: int = 0
-    preemptions: int = 0
-    longest_defer_s: float = 0.0
-    deferred_since_s: float | None = None
-
-
 class _Run:
-    """One scheduler, its engine and what was counted."""
+    """The engines of one scheduler spec, and what was counted."""
 
     def __init__(self, spec: SchedulerSpec, plan: SimulationPlan) -> None:
         self._spec = spec
         self._plan = plan
-        self._scheduler = _make_scheduler(spec, plan)
-        device = VirtualDevice(plan.device, np.random.default_rng(plan.seed))
-        self._engine = VirtualEngine(
-            self._scheduler,
-            lambda shape: device.step_s(shape, self._engine.now_s),
-            on_step=self._count,
-        )
-        self._counts = _StepCounts()
-        if spec.kind is SchedulerKind.ORACLE:
-            self._tell_costs()
-        elif spec.kind is SchedulerKind.STATIC:
-            self._our_scheduler.planner = StaticPlanner(self._settings)
-        elif spec.kind is SchedulerKind.UNGUARDED:
-            cast("Planner", self._our_scheduler.planner).guards_admission = False
+        self._counters: list[StepCounter] = []
+        places = range(2 if spec.kind is SchedulerKind.PAIR else spec.engines)
+        self._cluster = VirtualCluster([self._make_engine(place) for place in places])
+        self._pair = self._make_pair() if spec.kind is SchedulerKind.PAIR else None
 
     def play(self, *, say: Callable[[str], None] | None, most_misses: float) -> None:
         """Play the requests in until all are finished or the time is up."""
-        engine, plan = self._engine, self._plan
+        cluster, plan = self._cluster, self._plan
         arrivals = self._make_requests()
         request = next(arrivals, None)
         said_s = time.perf_counter()
         turns = 0
-        while engine.now_s <= plan.end_s:
-            while request is not None and request.arrival_time <= engine.now_s:
-                self._scheduler.add_request(request)
+        while True:
+            while request is not None and request.arrival_time <= cluster.next_s:
+                self._take_in(request)
                 request = next(arrivals, None)
-            if engine.is_busy:
-                engine.step()
-            elif request is not None:
-                engine.now_s = request.arrival_time
-            else:
+            if cluster.next_s > plan.end_s:
                 return
+            cluster.step()
             turns += 1
             if turns % _TURNS_A_LOOK:
                 continue
@@ -127,96 +111,148 @@ class _Run:
                 return
             if say is not None and time.perf_counter() - said_s > _SAY_EVERY_S:
                 said_s = time.perf_counter()
+                steps = sum(counter.steps for counter in self._counters)
                 say(
-                    f"{self._spec.name}: {engine.now_s:.0f} of at most {plan.end_s:.0f} s, "
-                    f"{self._counts.steps} steps"
+                    f"{self._spec.name}: {cluster.now_s:.0f} of at most {plan.end_s:.0f} s, "
+                    f"{steps} steps"
                 )
 
     def result(self, *, wall_s: float) -> SimulationResult:
         """Return what came of the run."""
-        plan, counts = self._plan, self._counts
+        plan, counters = self._plan, self._counters
         served = tuple(
             ServedRequest(
                 arrival_s=request.arrival_s,
-                token_times_s=tuple(self._engine.token_times_s.get(str(index), ())),
+                token_times_s=tuple(self._token_times_s(str(index))),
                 output_tokens=request.output_tokens,
             )
             for index, request in enumerate(plan.requests)
         )
+        decode_steps = sum(counter.decode_steps for counter in counters)
         return SimulationResult(
             scheduler=self._spec.name,
             served=served,
             prompt_tokens=tuple(request.prompt_tokens for request in plan.requests),
             goodput=measure_goodput(served, ttft_slo_s=plan.ttft_slo_s, tbt_slo_s=plan.tbt_slo_s),
-            steps=counts.steps,
-            virtual_s=self._engine.now_s,
+            steps=sum(counter.steps for counter in counters),
+            virtual_s=self._cluster.now_s,
             wall_s=wall_s,
-            overrun_share=counts.overruns / max(1, counts.decode_steps),
-            longest_defer_s=counts.longest_defer_s,
-            preemptions=counts.preemptions,
-            reasons={str(k): n for k, n in getattr(self._scheduler, "reasons", {}).items()},
+            overrun_share=sum(counter.overruns for counter in counters) / max(1, decode_steps),
+            longest_defer_s=max(counter.longest_defer_s for counter in counters),
+            preemptions=sum(counter.preemptions for counter in counters),
+            reasons=self._reasons(),
+            choices=dict(self._pair.choices) if self._pair else {},
         )
+
+    def _make_engine(self, place: int) -> VirtualEngine:
+        spec, plan = self._spec, self._plan
+        is_prefill = spec.kind is SchedulerKind.PAIR and place == PREFILL
+        device_spec = (is_prefill and plan.prefill_device) or plan.device
+        device = VirtualDevice(device_spec, np.random.default_rng(plan.seed + place))
+        budget = min(spec.budget_tokens, _PREFILL_BUDGET) if is_prefill else spec.budget_tokens
+        scheduler = _make_scheduler(spec, plan, budget_tokens=budget)
+        counter = StepCounter(scheduler, tbt_slo_s=plan.tbt_slo_s)
+        self._counters.append(counter)
+        engine = VirtualEngine(
+            scheduler,
+            lambda shape: device.step_s(shape, engine.now_s),
+            on_step=counter.count,
+            on_token=self._prefilled if is_prefill else None,
+        )
+        if spec.kind is SchedulerKind.ORACLE:
+            self._tell_costs(engine, device_spec)
+        elif spec.kind is SchedulerKind.STATIC:
+            scheduler.planner = StaticPlanner(self._settings)
+        elif spec.kind is SchedulerKind.UNGUARDED:
+            cast("Planner", scheduler.planner).guards_admission = False
+        return engine
+
+    def _make_pair(self) -> VirtualPair:
+        return VirtualPair(
+            self._cluster,
+            cast("LinkSpec", self._plan.link),  # plan.check() says so
+            remote_from_tokens=self._spec.remote_from_tokens,
+            ttft_slo_s=self._plan.ttft_slo_s,
+            prefill_only=self._make_prefill,
+        )
+
+    def _prefilled(self, name: str) -> None:
+        cast("VirtualPair", self._pair).prefilled(name)
+
+    def _take_in(self, request: Request) -> None:
+        if self._pair is not None:
+            place, act = DECODE, partial(self._pair.take_in, request)
+        else:
+            engines = self._cluster.engines
+            place = min(range(len(engines)), key=self._load)
+            act = partial(engines[place].scheduler.add_request, request)
+        self._cluster.send(place, request.arrival_time, act)
+
+    def _load(self, place: int) -> int:
+        """Return what vLLM's own balancer for data parallelism keeps even."""
+        running, waiting = self._cluster.engines[place].scheduler.get_request_counts()
+        return int(4 * (waiting + self._cluster.undelivered(place)) + running)
+
+    def _reasons(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for engine in self._cluster.engines:
+            counts.update(getattr(engine.scheduler, "reasons", {}))
+        return {str(reason): count for reason, count in counts.items()}
+
+    def _token_times_s(self, name: str) -> Sequence[float]:
+        """Return when a request's tokens came; those of a prefill instance are thrown away."""
+        engines = self._cluster.engines[:1] if self._pair else self._cluster.engines
+        found = (times for engine in engines if (times := engine.token_times_s.get(name)))
+        return next(found, ())
 
     def _make_requests(self) -> Iterator[Request]:
         """Make each request when it is about to arrive: a long trace's tokens are many."""
-        caches = self._plan.engine.prefix_caching
-        for index, request in enumerate(self._plan.requests):
-            yield make_request(
-                str(index),
-                _prompt(request, index) if caches else [0] * request.prompt_tokens,
-                request.output_tokens,
-                arrival_s=request.arrival_s,
-                prefix_caching=caches,
-            )
+        return map(self._make_request, range(len(self._plan.requests)))
 
-    @property
-    def _our_scheduler(self) -> Scheduler:
-        return cast("Scheduler", self._scheduler)
+    def _make_request(self, index: int, ttft_slo_s: float | None = None) -> Request:
+        """Return a request; with an SLO of its own the one that only prefills it."""
+        request, caches = self._plan.requests[index], self._plan.engine.prefix_caching
+        return make_request(
+            str(index),
+            _prompt(request, index) if caches else [0] * request.prompt_tokens,
+            request.output_tokens if ttft_slo_s is None else 1,
+            arrival_s=request.arrival_s,
+            xargs=None if ttft_slo_s is None else {"ttft_slo_ms": 1e3 * ttft_slo_s},
+            prefix_caching=caches,
+        )
+
+    def _make_prefill(self, name: str, ttft_slo_s: float) -> Request:
+        return self._make_request(int(name), ttft_slo_s)
 
     @property
     def _settings(self) -> Settings:
         return Settings.from_mapping(self._plan.penalty_settings(self._spec.overrides))
 
-    def _tell_costs(self) -> None:
+    def _tell_costs(self, engine: VirtualEngine, device: DeviceSpec) -> None:
         settings = self._settings
-        times = TrueStepTimes(self._plan.device, lambda: self._engine.now_s)
-        margin = None if self._plan.device.noise_cv else NoMargin(settings.miss_rate)
+        times = TrueStepTimes(device, lambda: engine.now_s)
+        margin = None if device.noise_cv else NoMargin(settings.miss_rate)
         # The planner asks no more of its model than what TrueStepTimes answers.
-        self._our_scheduler.planner = Planner(settings, cast("StepTimeModel", times), margin=margin)
+        engine.scheduler.planner = Planner(settings, cast("StepTimeModel", times), margin=margin)
 
     def _certain_misses(self) -> int:
         """Return at least how many requests got their first token too late, or never will."""
-        plan, now_s = self._plan, self._engine.now_s
+        plan = self._plan
+        now_s = min(engine.now_s for engine in self._cluster.engines)
         due = bisect_right(
             plan.requests, now_s - plan.ttft_slo_s, key=lambda request: request.arrival_s
         )
-        times_s = self._engine.token_times_s
-        return sum(
-            str(index) not in times_s
-            or times_s[str(index)][0] - plan.requests[index].arrival_s > plan.ttft_slo_s
-            for index in range(due)
-        )
+        return sum(self._is_late(index) for index in range(due))
 
-    def _count(self, step: VirtualStep) -> None:
-        counts, shape = self._counts, step.shape
-        counts.steps += 1
-        counts.preemptions += len(step.output.preempted_req_ids or ())
-        if not shape.decode_seqs:
-            counts.deferred_since_s = None
-            return
-        counts.decode_steps += 1
-        counts.overruns += step.seconds > self._plan.tbt_slo_s
-        if shape.prefills or not _wants_prefill(self._scheduler):
-            counts.deferred_since_s = None
-            return
-        if counts.deferred_since_s is None:
-            counts.deferred_since_s = step.finished_s - step.seconds
-        counts.longest_defer_s = max(
-            counts.longest_defer_s, step.finished_s - counts.deferred_since_s
-        )
+    def _is_late(self, index: int) -> bool:
+        times_s = self._token_times_s(str(index))
+        arrival_s = self._plan.requests[index].arrival_s
+        return not times_s or times_s[0] - arrival_s > self._plan.ttft_slo_s
 
 
-def _make_scheduler(spec: SchedulerSpec, plan: SimulationPlan) -> VllmScheduler:
+def _make_scheduler(
+    spec: SchedulerSpec, plan: SimulationPlan, *, budget_tokens: int
+) -> VllmScheduler:
     engine = plan.engine
     is_stock = spec.kind is SchedulerKind.STOCK
     stock_cls = VllmAsyncScheduler if engine.async_scheduling else VllmScheduler
@@ -227,7 +263,7 @@ def _make_scheduler(spec: SchedulerSpec, plan: SimulationPlan) -> VllmScheduler:
         settings=None if is_stock else plan.penalty_settings(spec.overrides),
         async_scheduling=engine.async_scheduling,
         max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=spec.budget_tokens,
+        max_num_batched_tokens=budget_tokens,
         max_model_len=engine.max_model_len,
         prefix_caching=engine.prefix_caching,
         **options,
@@ -243,13 +279,3 @@ def _prompt(request: TraceRequest, index: int) -> list[int]:
     tokens = [hash_id for hash_id in request.hash_ids for _ in range(HASH_BLOCK_TOKENS)]
     tokens += [-1 - index] * (request.prompt_tokens - len(tokens))
     return tokens[: request.prompt_tokens]
-
-
-def _wants_prefill(scheduler: VllmScheduler) -> bool:
-    """Whether some request could be given prefill tokens now, were there a budget."""
-    if any(request.is_prefill_chunk for request in scheduler.running):
-        return True
-    if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
-        return False
-    free_blocks = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    return bool(scheduler.waiting.peek_request().num_tokens < free_blocks * scheduler.block_size)

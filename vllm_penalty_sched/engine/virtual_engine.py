@@ -57,6 +57,7 @@ class VirtualEngine:
         *,
         accept_drafts: Callable[[int], int] = lambda drafts: drafts,
         on_step: Callable[[VirtualStep], None] | None = None,
+        on_token: Callable[[str], None] | None = None,
     ) -> None:
         """Set up a loop.
 
@@ -66,6 +67,7 @@ class VirtualEngine:
             accept_drafts: Of so many draft tokens, how many are accepted.
             on_step: Called with each step with tokens when it was scheduled. Steps are then not
                 kept, nor what was before them looked at: a long run stays small and quick.
+            on_token: Called with a request's name whenever it got tokens.
         """
         self.scheduler = scheduler
         self.now_s = 0.0
@@ -74,6 +76,7 @@ class VirtualEngine:
         self._step_time_s = step_time_s
         self._accept_drafts = accept_drafts
         self._on_step = on_step
+        self._on_token = on_token
         # Requests whose last scheduled step gave them a token: they decode in their next one.
         self._decoding: set[str] = set()
         # Async scheduling fills a queue of two before it waits for the older one.
@@ -174,6 +177,8 @@ class VirtualEngine:
             for output in engine_outputs.outputs:
                 times_s = self.token_times_s[output.request_id]
                 times_s.extend([self.now_s] * len(output.new_token_ids))
+                if self._on_token is not None and output.new_token_ids:
+                    self._on_token(output.request_id)
         self._propose_drafts(step)
         if not step.shape.tokens:
             self.now_s += _EMPTY_STEP_S

@@ -1,90 +1,21 @@
-"""What to simulate: schedulers, requests, engine, device and SLOs."""
+"""What to simulate: requests, engine, device and SLOs."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.settings import Settings
+from vllm_penalty_sched.simulation.scheduler_spec import SchedulerKind, SchedulerSpec
 
 if TYPE_CHECKING:
     from vllm_penalty_sched.simulation.device import DeviceSpec
+    from vllm_penalty_sched.simulation.link import LinkSpec
     from vllm_penalty_sched.simulation.traces import TraceRequest
 
 BLOCK_TOKENS = 16
-DEFAULT_BUDGET_TOKENS = 8192
-
-
-class SchedulerKind(StrEnum):
-    """Whose decisions are simulated.
-
-    vLLM's; ours; ours with the true costs; and two that show what a part of ours is worth: ours
-    without its admission guard, and ours with vLLM's fixed budget, so that only the order is ours.
-    """
-
-    STOCK = "stock"
-    PENALTY = "penalty"
-    ORACLE = "oracle"
-    UNGUARDED = "unguarded"
-    STATIC = "static"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSpec:
-    """One scheduler to simulate.
-
-    Attributes:
-        name: The spec as it was written.
-        kind: Whose decisions.
-        budget_tokens: vLLM's ``max_num_batched_tokens``.
-        long_prefill_threshold: vLLM's ``long_prefill_token_threshold``; 0: none.
-        overrides: Our settings that differ from those of the plan, by name.
-    """
-
-    name: str
-    kind: SchedulerKind
-    budget_tokens: int = DEFAULT_BUDGET_TOKENS
-    long_prefill_threshold: int = 0
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, text: str) -> SchedulerSpec:
-        """Read ``stock:N``, ``stock:N:T``, ``static:N``, ``penalty[:N]`` and the like.
-
-        All but stock may be followed by settings: ``penalty,order=fcfs,miss_rate=0.01``.
-
-        Raises:
-            ConfigError: If it is none of these, or a setting is wrong.
-        """
-        head, *settings = text.split(",")
-        kind, *numbers = head.split(":")
-        is_stock = kind == SchedulerKind.STOCK
-        least_numbers = int(is_stock or kind == SchedulerKind.STATIC)
-        if (
-            kind not in set(SchedulerKind)
-            or not all(number.isdecimal() and int(number) > 0 for number in numbers)
-            or not least_numbers <= len(numbers) <= 1 + is_stock
-            or (is_stock and settings)
-        ):
-            raise ConfigError(
-                "a scheduler must be stock:BUDGET, stock:BUDGET:THRESHOLD, static:BUDGET, "
-                "penalty[:BUDGET], oracle[:BUDGET] or unguarded[:BUDGET], all but stock with "
-                f"settings such as ,miss_rate=0.01; got {text}"
-            )
-        budget, threshold, *_ = [*map(int, numbers), 0, 0]
-        overrides = dict(_parse_setting(setting, text) for setting in settings)
-        Settings.from_mapping(overrides)
-        return cls(
-            name=text,
-            kind=SchedulerKind(kind),
-            budget_tokens=budget or DEFAULT_BUDGET_TOKENS,
-            long_prefill_threshold=threshold,
-            overrides=overrides,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +60,8 @@ class SimulationPlan:
         requests: By arrival, at least one; none longer than the engine's ``max_model_len``.
         device: What computes the steps.
         engine: What the schedulers work in.
+        prefill_device: What computes those of a pair's prefill instance; None: the same.
+        link: Between a pair's two instances; None if the size of a KV cache is not known.
         ttft_slo_s: SLO of the time to the first token, > 0.
         tbt_slo_s: SLO of the time between tokens, > 0.
         settings: Our schedulers' further settings, by name.
@@ -143,6 +76,8 @@ class SimulationPlan:
     requests: tuple[TraceRequest, ...]
     device: DeviceSpec
     engine: EngineSize
+    prefill_device: DeviceSpec | None = None
+    link: LinkSpec | None = None
     ttft_slo_s: float = 2.0
     tbt_slo_s: float = 0.05
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -189,15 +124,9 @@ class SimulationPlan:
                 f"{spec.name}: the budget must be at least max_num_seqs "
                 f"({self.engine.max_num_seqs}): vLLM refuses less"
             )
+        if spec.kind is SchedulerKind.PAIR and self.link is None:
+            raise ConfigError(
+                f"{spec.name}: give --kv-bytes-per-token, which the costs' name does not tell"
+            )
         if spec.kind is not SchedulerKind.STOCK:
             self.penalty_settings(spec.overrides)
-
-
-def _parse_setting(text: str, spec: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise ConfigError(f"{spec}: a setting must be NAME=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value

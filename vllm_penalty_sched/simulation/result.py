@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,6 +38,7 @@ class SimulationResult:
             have been given prefill tokens was there, and none got any.
         preemptions: Requests that lost their blocks, counted each time.
         reasons: How often each reason set the prefill budget; empty for vLLM's own scheduler.
+        choices: Of a pair with priced choices: prompts by side and reason.
     """
 
     scheduler: str
@@ -51,6 +52,7 @@ class SimulationResult:
     longest_defer_s: float
     preemptions: int
     reasons: Mapping[str, int]
+    choices: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def finished(self) -> int:
@@ -83,6 +85,7 @@ class SimulationResult:
             "overrun_share": round(self.overrun_share, 6),
             "wall_s": round(self.wall_s, 2),
             "reasons": dict(self.reasons),
+            **({"choices": dict(self.choices)} if self.choices else {}),
             "longest_defer_s": round(self.longest_defer_s, 4),
             "preemptions": self.preemptions,
             "ttft_by_prompt_length": self._ttft_by_prompt_length(),
