@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.policy import AGED_TOKENS, StepTimes
+from vllm_penalty_sched.policy import AGED_TOKENS, USEFUL_TOKENS, StepTimes
 
 # While both sides' first tokens take at most this share of the time left to the deadline, the price
 # decides; beyond it the sooner one: a queue grows faster than its predictions tell.
@@ -133,7 +133,8 @@ def offer_here(
         chunk = min(piece, most_chunk)
         if decodes.decode_seqs and math.isfinite(limit_s):
             fits = times.largest_prefill(decodes, before + piece // 2, limit_s, chunk)
-            chunk = min(chunk, fits)
+            # As the policy: a smaller chunk is not worth a mixed step.
+            chunk = fits if fits >= min(chunk, USEFUL_TOKENS) else 0
         new = chunk or min(piece, AGED_TOKENS)
         # One chunk in the middle of a piece stands for all: attention work grows evenly.
         step_s = times.predict_s(decodes.with_prefill(new, before + (piece - new) // 2))
