@@ -1,0 +1,113 @@
+"""Tables of real servers under load, and of which GPU serves which part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from goodput_tables import markdown
+
+MODES = {
+    "none": "one engine",
+    "data": "`--data-parallel-size 2`",
+    "tensor": "`--tensor-parallel-size 2`",
+    "pipeline": "`--pipeline-parallel-size 2`",
+}
+
+
+def bench_serve(results: Path) -> str:
+    runs = _read(results, "bench_serve")["runs"]
+    figures = {
+        "TTFT, median": ("median_ttft_ms", "{:.0f} ms"),
+        "TTFT, p99": ("p99_ttft_ms", "{:.0f} ms"),
+        "TBT, median": ("median_itl_ms", "{:.0f} ms"),
+        "TBT, p99": ("p99_itl_ms", "{:.0f} ms"),
+        "TBT, longest": ("max_itl_ms", "{:.0f} ms"),
+        "gaps within the SLO": ("within_tbt_slo", "{:.1%}"),
+        "output tokens/s": ("output_throughput", "{:.0f}"),
+        "goodput by mean TPOT, requests/s": ("request_goodput", "{:.2f}"),
+    }
+    rows = [
+        [name, *(_each(runs[side], key, form) for side in ("stock", "penalty"))]
+        for name, (key, form) in figures.items()
+    ]
+    return markdown(["mean (each round)", "stock vLLM", "vllm_penalty_sched"], rows)
+
+
+def _each(rounds: Sequence[Mapping[str, Any]], key: str, form: str) -> str:
+    values = [found[key] for found in rounds]
+    return f"{form.format(fmean(values))} ({', '.join(form.format(value) for value in values)})"
+
+
+def roles_by_gpu(results: Path) -> str:
+    rows = [
+        [
+            row["gpu"] + ("" if row["is_measured"] else " (not measured: from data sheets)"),
+            f"{row['prefill_tokens_per_s']:,}",
+            f"{row['decode_tokens_per_s']:,} ({row['decode_seqs']}, by {row['decode_limited_by']})",
+            f"{row['prefill_per_decode_token']:.1f}",
+            f"{row['penalty_ms']:.0f} ms",
+        ]
+        for row in _read(results, "roles_by_gpu")["rows"]
+    ]
+    head = ["GPU", "prefill tokens/s", "decode tokens/s (decodes)", "prefill per decode token"]
+    return markdown([*head, "penalty of 2,048 tokens"], rows)
+
+
+def parallelism(results: Path) -> str:
+    rows = []
+    for run in _read(results, "parallelism")["runs"]:
+        mode = MODES[run["mode"]]
+        if "error" in run:
+            rows.append([mode, "does not start", "", "", ""])
+        rows += [[mode, *_scheduler_cells(found)] for found in run.get("schedulers", ())]
+    return markdown(["mode", "step trace", "steps", "SLO", "steps within it"], rows)
+
+
+def _scheduler_cells(found: Mapping[str, Any]) -> list[str]:
+    slo, held = f"{found['slo_ms']:.0f} ms", f"{found['held_share']:.2%}"
+    return [f"`{found['trace']}`", str(found["steps"]), slo, held]
+
+
+def server_soak(results: Path) -> str:
+    found = _read(results, "server_soak")
+    rows = []
+    for side, title in (("stock", "stock vLLM"), ("penalty", "vllm_penalty_sched")):
+        run = found[side]
+        held = run.get("slo_held_share")
+        memory = run["resident_mib"]
+        rows.append(
+            [
+                title,
+                f"{run['minutes']:g} min",
+                str(run["requests"]),
+                str(len(run["error_lines"])),
+                f"{memory['first']:,} to {memory['last']:,} MiB",
+                f"{run['slope_mib_per_hour']:+.0f} MiB/h",
+                "" if held is None else f"{held:.2%}",
+            ]
+        )
+    head = [
+        "",
+        "ran",
+        "requests",
+        "kinds of error lines in the log",
+        "resident memory",
+        "its slope",
+    ]
+    return markdown([*head, "steps within the SLO"], rows)
+
+
+def _read(results: Path, name: str) -> Any:
+    return json.loads((results / f"{name}.json").read_text())
+
+
+TABLES: Mapping[str, Callable[[Path], str]] = {
+    "bench_serve": bench_serve,
+    "roles_by_gpu": roles_by_gpu,
+    "parallelism": parallelism,
+    "server_soak": server_soak,
+}
