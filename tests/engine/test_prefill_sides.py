@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.vllm
-pytest.importorskip("vllm")
+vllm = pytest.importorskip("vllm")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 31),
+        reason="disaggregation needs the queues of vLLM 0.31",
+    ),
+]
 
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402

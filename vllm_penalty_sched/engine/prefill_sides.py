@@ -38,6 +38,9 @@ def start_sides(scheduler: Scheduler, planner: Planner) -> PrefillSides | None:
     settings = getattr(connector, "handover_settings", None)
     if settings is None or settings.prefill_url is None:
         return None
+    if not hasattr(scheduler, "kv_holding_waiting"):
+        log.warning("asking a prefill instance needs vLLM 0.31: every prompt is prefilled here")
+        return None
 
     def clock() -> float:
         return scheduler.clock()
