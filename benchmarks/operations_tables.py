@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from goodput_tables import markdown
 
 MODES = {
@@ -86,7 +87,7 @@ def server_soak(results: Path) -> str:
                 str(run["requests"]),
                 str(len(run["error_lines"])),
                 f"{memory['first']:,} to {memory['last']:,} MiB",
-                f"{run['slope_mib_per_hour']:+.0f} MiB/h",
+                _late_slope(run["memory_mib"]),
                 "" if held is None else f"{held:.2%}",
             ]
         )
@@ -96,9 +97,31 @@ def server_soak(results: Path) -> str:
         "requests",
         "kinds of error lines in the log",
         "resident memory",
-        "its slope",
+        "its slope, second half",
     ]
     return markdown([*head, "steps within the SLO"], rows)
+
+
+def _late_slope(memory_mib: Sequence[Sequence[float]]) -> str:
+    """Return how memory grows once the KV cache's pages have been touched."""
+    times_s, sizes = np.array(memory_mib[len(memory_mib) // 2 :]).T
+    return f"{3600 * np.polyfit(times_s, sizes, 1)[0]:+.0f} MiB/h"
+
+
+def real_pair(results: Path) -> str:
+    rows = [
+        [
+            run["servers"],
+            " / ".join(f"{run['tbt_ms'][name]:.0f}" for name in ("p50", "p99", "max")) + " ms",
+            f"{run['within_slo']:.2%}",
+            " / ".join(f"{run['ttft_ms'][name] / 1e3:.1f}" for name in ("p50", "p99")) + " s",
+            f"{run['output_tokens'] / run['seconds']:.0f} tokens/s",
+            ", ".join(f"{count:.0f} {choice}" for choice, count in run["choices"].items() if count),
+        ]
+        for run in _read(results, "real_pair")["runs"]
+    ]
+    head = ["", "TBT p50 / p99 / max", "gaps within the SLO", "TTFT p50 / p99", "throughput"]
+    return markdown([*head, "prompts by who prefilled them"], rows)
 
 
 def _read(results: Path, name: str) -> Any:
@@ -110,4 +133,5 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "roles_by_gpu": roles_by_gpu,
     "parallelism": parallelism,
     "server_soak": server_soak,
+    "real_pair": real_pair,
 }

@@ -123,6 +123,7 @@ def _error_lines(log: str) -> list[str]:
 
 
 def _without_details(line: str) -> str:
+    line = re.sub(r'"[^"]*/site-packages/', '"', line)
     return re.sub(r"[0-9a-f]{8,}|\d+", "N", line)[:200]
 
 
