@@ -63,7 +63,7 @@ def parallelism(results: Path) -> str:
     for run in _read(results, "parallelism")["runs"]:
         mode = MODES[run["mode"]]
         if "error" in run:
-            rows.append([mode, "does not start", "", "", ""])
+            rows.append([mode, run["error"], "", "", ""])
         rows += [[mode, *_scheduler_cells(found)] for found in run.get("schedulers", ())]
     return markdown(["mode", "step trace", "steps", "SLO", "steps within it"], rows)
 

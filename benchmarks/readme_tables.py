@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import compatibility_tables
 import goodput_tables
+import operations_tables
+import pair_tables
 from goodput_tables import markdown
 
 README = Path(__file__).parents[1] / "README.md"
@@ -111,6 +114,9 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "step_time_accuracy": step_time_accuracy,
     "overhead": overhead,
     **goodput_tables.TABLES,
+    **compatibility_tables.TABLES,
+    **operations_tables.TABLES,
+    **pair_tables.TABLES,
 }
 
 

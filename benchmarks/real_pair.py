@@ -101,7 +101,8 @@ def pair(folder: Path, slo_ms: float) -> Iterator[RunningServer]:
         ):
             decode = spec_of(folder, "decode", slo_ms)
             decode = with_transfer(decode, "kv_consumer", prefill_url=prefill.url)
-            yield stack.enter_context(serve(decode))
+            # No core is spare here: a client bound to the decode instance's would starve.
+            yield replace(stack.enter_context(serve(decode)), spare_core=None)
 
 
 def choices_of(server: RunningServer) -> Mapping[str, float]:
