@@ -27,6 +27,8 @@ from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.simulation.cost_profiles import find_profile
 from vllm_penalty_sched.simulation.device import DeviceSpec, TrueStepTimes
 
+pytestmark = pytest.mark.slow
+
 TIMES = TrueStepTimes(DeviceSpec(costs=find_profile("a100-llama3-8b")), lambda: 0.0)
 SERVICE = Service(
     ttft_slo_s=2.0,

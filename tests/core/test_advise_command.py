@@ -9,6 +9,8 @@ from vllm_penalty_sched.cli import main
 from vllm_penalty_sched.latency import StepTimeModel
 from vllm_penalty_sched.simulation.cost_profiles import find_profile
 
+pytestmark = pytest.mark.slow
+
 LOAD = ["--synthetic", "poisson:5:1000:50", "--kv-bytes-per-token", "131072"]
 
 

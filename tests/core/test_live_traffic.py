@@ -9,6 +9,8 @@ import pytest
 from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.serving.live_traffic import compare_scrapes, watch_server
 
+pytestmark = pytest.mark.slow
+
 
 def scrape(requests: int, *, penalty_s: float = 0.0, steps_s: float | None = None) -> str:
     lines = [

@@ -14,6 +14,8 @@ from vllm_penalty_sched.step_log import StepLog, StepRecord, TraceText, read_ste
 from vllm_penalty_sched.step_report import format_step_report
 from vllm_penalty_sched.step_summary import summarize_steps
 
+pytestmark = pytest.mark.slow
+
 GOOD = step(20.0, prefill=100)
 RULES = {
     "done_s": "a number",

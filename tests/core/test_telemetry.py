@@ -19,6 +19,8 @@ from vllm_penalty_sched.telemetry import (
     headroom_tokens_per_s,
 )
 
+pytestmark = pytest.mark.slow
+
 SLO_S = 0.1
 DECODES = BatchShape(decode_seqs=8, decode_tokens=8, decode_context=8 * 500)
 MIXED = DECODES.with_prefill(200, 0)
