@@ -108,6 +108,22 @@ def _late_slope(memory_mib: Sequence[Sequence[float]]) -> str:
     return f"{3600 * np.polyfit(times_s, sizes, 1)[0]:+.0f} MiB/h"
 
 
+def real_pair(results: Path) -> str:
+    rows = [
+        [
+            run["servers"],
+            " / ".join(f"{run['tbt_ms'][name]:.0f}" for name in ("p50", "p99", "max")) + " ms",
+            f"{run['within_slo']:.2%}",
+            " / ".join(f"{run['ttft_ms'][name] / 1e3:.1f}" for name in ("p50", "p99")) + " s",
+            f"{run['output_tokens'] / run['seconds']:.0f} tokens/s",
+            ", ".join(f"{count:.0f} {choice}" for choice, count in run["choices"].items() if count),
+        ]
+        for run in _read(results, "real_pair")["runs"]
+    ]
+    head = ["", "TBT p50 / p99 / max", "gaps within the SLO", "TTFT p50 / p99", "throughput"]
+    return markdown([*head, "prompts by who prefilled them"], rows)
+
+
 def _read(results: Path, name: str) -> Any:
     return json.loads((results / f"{name}.json").read_text())
 
@@ -117,4 +133,5 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "roles_by_gpu": roles_by_gpu,
     "parallelism": parallelism,
     "server_soak": server_soak,
+    "real_pair": real_pair,
 }
