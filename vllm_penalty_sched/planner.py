@@ -132,6 +132,17 @@ class Planner:
     def _speed(self) -> _FadingSpeed:
         return self._limited if self._limited.is_known else self._free
 
+    def prefill_alone_s(self, tokens: int) -> float | None:
+        """Return what a prompt takes on an engine like this one that does nothing else, seconds.
+
+        Returns:
+            None while that is not known.
+        """
+        if self.is_cold:
+            return None
+        seconds = self.model.predict_s(BatchShape(prefills=((tokens, 0),)))
+        return seconds if math.isfinite(seconds) else None
+
     def plan(self, load: StepLoad, now_s: float) -> Decision:
         """Return the prefill budget for a load.
 

@@ -13,8 +13,6 @@ from vllm_penalty_sched.policy import AGED_TOKENS, USEFUL_TOKENS, StepTimes
 # While both sides' first tokens take at most this share of the time left to the deadline, the price
 # decides; beyond it the sooner one: a queue grows faster than its predictions tell.
 _EASY_SHARE = 0.25
-
-
 _PIECE_TOKENS, _MOST_PIECES = 4096, 8
 
 
@@ -85,20 +83,16 @@ def choose(
         # Prefilling here is what is always possible.
         return Choice(side=Side.LOCAL, reason=ChoiceReason.UNKNOWN, remote_s=remote_s)
     local_s = local.first_token_s + local.delay_s
-    if ttft_left_s is not None:
-        easy_s = _EASY_SHARE * ttft_left_s
-        if max(local.first_token_s, remote_s) > easy_s:
-            is_sooner_here = local.first_token_s <= remote_s
-            return Choice(
-                side=Side.LOCAL if is_sooner_here else Side.REMOTE,
-                reason=ChoiceReason.SOONER_HERE if is_sooner_here else ChoiceReason.SOONER_THERE,
-                local_s=local_s,
-                remote_s=remote_s,
-            )
-    is_cheaper_here = local_s <= remote_s
+    is_easy = ttft_left_s is None or max(local.first_token_s, remote_s) <= _EASY_SHARE * ttft_left_s
+    if is_easy:
+        is_here = local_s <= remote_s
+        reasons = ChoiceReason.CHEAPER_HERE, ChoiceReason.CHEAPER_THERE
+    else:
+        is_here = local.first_token_s <= remote_s
+        reasons = ChoiceReason.SOONER_HERE, ChoiceReason.SOONER_THERE
     return Choice(
-        side=Side.LOCAL if is_cheaper_here else Side.REMOTE,
-        reason=ChoiceReason.CHEAPER_HERE if is_cheaper_here else ChoiceReason.CHEAPER_THERE,
+        side=Side.LOCAL if is_here else Side.REMOTE,
+        reason=reasons[0] if is_here else reasons[1],
         local_s=local_s,
         remote_s=remote_s,
     )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.disaggregation.pricing import Choice, ChoiceReason, Side, choose
 from vllm_penalty_sched.disaggregation.remote_prefills import RemotePrefills
 from vllm_penalty_sched.engine.composition import uncached_tokens
@@ -47,14 +46,8 @@ def start_sides(scheduler: Scheduler, planner: Planner) -> PrefillSides | None:
 
     client = PrefillClient(settings.prefill_url, timeout_s=settings.prefill_timeout_s, clock=clock)
 
-    def guess_s(tokens: int) -> float | None:
-        # Until hand-overs were seen: what an idle instance like this one would take.
-        if planner.is_cold:
-            return None
-        seconds = planner.model.predict_s(BatchShape(prefills=((tokens, 0),)))
-        return seconds if math.isfinite(seconds) else None
-
-    remote = RemotePrefills(client.ask, settings, guess_s=guess_s)
+    # Until hand-overs were seen: what an idle instance like this one would take.
+    remote = RemotePrefills(client.ask, settings, guess_s=planner.prefill_alone_s)
     connector.sides = PrefillSides(remote, connector, clock=clock, close=client.close)
     log.info("prompts may be prefilled by %s, where that is cheaper", settings.prefill_url)
     sides: PrefillSides = connector.sides

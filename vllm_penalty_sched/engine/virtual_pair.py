@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
-from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.disaggregation.handover_time import HandoverTime
 from vllm_penalty_sched.disaggregation.pricing import Side, choose
 from vllm_penalty_sched.engine.composition import uncached_tokens
@@ -130,8 +128,5 @@ class VirtualPair:
 
     def _guess_s(self, tokens: int) -> float | None:
         """Until hand-overs were seen: what the prompt would take here, and its transfer."""
-        if self._planner.is_cold:
-            return None
-        prefill_s = self._planner.model.predict_s(BatchShape(prefills=((tokens, 0),)))
-        guess_s = prefill_s + self._link_spec.transfer_s(tokens)
-        return guess_s if math.isfinite(guess_s) else None
+        prefill_s = self._planner.prefill_alone_s(tokens)
+        return None if prefill_s is None else prefill_s + self._link_spec.transfer_s(tokens)
