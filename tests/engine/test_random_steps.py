@@ -13,7 +13,7 @@ from tests.engine.random_steps import Walk, WalkError  # noqa: E402
 from tests.engine.walk_plan import FEATURES, WalkPlan  # noqa: E402
 from vllm_penalty_sched import Scheduler  # noqa: E402
 from vllm_penalty_sched.engine.request_slos import RequestSlos  # noqa: E402
-from vllm_penalty_sched.engine.scheduler import PlannedStep  # noqa: E402
+from vllm_penalty_sched.engine.step_limits import PlannedStep  # noqa: E402
 
 STEPS = 5000
 MUTANT_STEPS = 8000

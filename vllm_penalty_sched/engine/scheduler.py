@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ from vllm_penalty_sched.engine.prefill_sides import PrefillSides, start_sides
 from vllm_penalty_sched.engine.request_slos import RequestSlos
 from vllm_penalty_sched.engine.slack_queue import SlackQueue
 from vllm_penalty_sched.engine.step_limits import (
-    StepLimits,
+    PlannedStep,
     find_limits,
     held_within,
     put_decodes_first,
@@ -50,7 +50,7 @@ from vllm_penalty_sched.engine.step_timer import StepTimer
 from vllm_penalty_sched.engine.step_trace import StepTrace
 from vllm_penalty_sched.engine.token_deadlines import TokenDeadlines
 from vllm_penalty_sched.planner import Planner, StepLoad
-from vllm_penalty_sched.policy import Decision, Reason
+from vllm_penalty_sched.policy import Reason
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -60,16 +60,6 @@ log = logging.getLogger("vllm.penalty_sched")
 
 STRICT_VARIABLE = "PENALTY_SCHED_STRICT"
 """Environment variable that makes the plugin's own errors fatal, for tests and debugging."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A decision and what it was made from; None where a look at the queues was enough."""
-
-    decision: Decision
-    load: StepLoad | None = None
-    before: Composition | None = None
-    limits: StepLimits | None = None
 
 
 class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checked here

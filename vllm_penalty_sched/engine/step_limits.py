@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllm_penalty_sched.engine.composition import Composition
     from vllm_penalty_sched.engine.kv_loads import KvLoads
     from vllm_penalty_sched.engine.scheduler import Scheduler
+    from vllm_penalty_sched.planner import StepLoad
+    from vllm_penalty_sched.policy import Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,16 @@ class StepLimits:
     chunk_tokens: int
     held: tuple[Request, ...] = ()
     admits_prefills: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A decision and what it was made from; None where a look at the queues was enough."""
+
+    decision: Decision
+    load: StepLoad | None = None
+    before: Composition | None = None
+    limits: StepLimits | None = None
 
 
 def put_decodes_first(scheduler: Scheduler, before: Composition | None) -> None:
