@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_client import run_bench
+
 from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, ServerSpec, serve, serves_on_cpu
-from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
+from vllm_penalty_sched.serving.tiny_model import DEMO_MODEL, make_tiny_model
 
-MODEL = TinyModelSpec(layers=14, hidden_size=320, intermediate_size=864, attention_heads=5)
 FIGURES = (
     "completed", "duration", "output_throughput", "request_goodput", "mean_ttft_ms",
     "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms", "max_itl_ms", "mean_tpot_ms",
@@ -46,19 +46,17 @@ def read_arguments() -> argparse.Namespace:
 
 def bench(url: str, model: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
-        subprocess.run(
-            [
-                sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve",
-                "--backend", "openai", "--base-url", url, "--model", model, "--seed", str(seed),
-                "--dataset-name", "random", "--random-range-ratio", "0.5",
-                "--random-input-len", str(arguments.input_tokens),
-                "--random-output-len", str(arguments.output_tokens),
-                "--num-prompts", str(arguments.prompts), "--request-rate", str(arguments.rate),
-                "--ignore-eos", "--save-result", "--save-detailed", "--result-dir", folder,
-                "--goodput", f"tpot:{arguments.tbt_slo_ms}", f"ttft:{arguments.ttft_slo_ms}",
-            ],
-            check=True, stdout=subprocess.DEVNULL, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+        run_bench(
+            url,
+            model,
+            *("--seed", str(seed), "--num-prompts", str(arguments.prompts)),
+            *("--request-rate", str(arguments.rate)),
+            *("--save-result", "--save-detailed", "--result-dir", folder),
+            *("--goodput", f"tpot:{arguments.tbt_slo_ms}", f"ttft:{arguments.ttft_slo_ms}"),
+            input_tokens=arguments.input_tokens,
+            output_tokens=arguments.output_tokens,
+            range_ratio=0.5,
+        )
         (path,) = Path(folder).glob("*.json")
         found = json.loads(path.read_text(encoding="utf-8"))
     gaps_ms = 1e3 * np.concatenate([np.asarray(gaps) for gaps in found["itls"]])
@@ -75,7 +73,7 @@ def main() -> None:
     settings = {"tbt_slo_ms": arguments.tbt_slo_ms, "ttft_slo_ms": arguments.ttft_slo_ms}
     runs: dict[str, list[dict[str, Any]]] = {"stock": [], "penalty": []}
     with TemporaryDirectory() as folder:
-        make_tiny_model(Path(folder) / "model", MODEL)
+        make_tiny_model(Path(folder) / "model", DEMO_MODEL)
         for seed in range(arguments.rounds):
             for name, figures in runs.items():
                 spec = ServerSpec(

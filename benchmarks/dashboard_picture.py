@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -27,10 +26,13 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_client import run_bench
+
 from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, ServerSpec, serve, serves_on_cpu
-from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
+from vllm_penalty_sched.serving.tiny_model import DEMO_MODEL, make_tiny_model
 
 DASHBOARD = Path(__file__).parents[1] / "examples" / "grafana" / "dashboard.json"
 STEP_S, COLUMNS = 2, 3
@@ -80,17 +82,14 @@ def scraping(url: str, folder: Path, port: int) -> Iterator[str]:
 
 
 def load(url: str, model: str, arguments: argparse.Namespace) -> None:
-    subprocess.run(
-        [
-            sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve",
-            "--backend", "openai", "--base-url", url, "--model", model,
-            "--dataset-name", "random", "--random-input-len", "600", "--random-range-ratio", "0.8",
-            "--random-output-len", "64", "--num-prompts", str(arguments.prompts),
-            "--request-rate", str(arguments.rate), "--ignore-eos",
-        ],
-        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    run_bench(
+        url,
+        model,
+        *("--num-prompts", str(arguments.prompts), "--request-rate", str(arguments.rate)),
+        input_tokens=600,
+        output_tokens=64,
+        range_ratio=0.8,
+    )
 
 
 def ask(prometheus: str, expression: str, *, start_s: float, end_s: float) -> list[dict[str, Any]]:
@@ -144,10 +143,7 @@ def main() -> None:
     arguments = read_arguments()
     with TemporaryDirectory() as name:
         folder = Path(name)
-        make_tiny_model(
-            folder / "model",
-            TinyModelSpec(layers=14, hidden_size=320, intermediate_size=864, attention_heads=5),
-        )
+        make_tiny_model(folder / "model", DEMO_MODEL)
         spec = ServerSpec(
             model=str(folder / "model"),
             log_path=folder / "server.log",

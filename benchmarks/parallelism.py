@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_client import run_bench
 
 from vllm_penalty_sched.errors import ServerError
 from vllm_penalty_sched.files import write_json
@@ -53,17 +55,14 @@ def read_arguments() -> argparse.Namespace:
 
 
 def load(url: str, model: str, arguments: argparse.Namespace) -> None:
-    subprocess.run(
-        [
-            sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve",
-            "--backend", "openai", "--base-url", url, "--model", model,
-            "--dataset-name", "random", "--random-input-len", "500", "--random-range-ratio", "0.5",
-            "--random-output-len", "48", "--num-prompts", str(arguments.prompts),
-            "--request-rate", str(arguments.rate), "--ignore-eos",
-        ],
-        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+    run_bench(
+        url,
+        model,
+        *("--num-prompts", str(arguments.prompts), "--request-rate", str(arguments.rate)),
+        input_tokens=500,
+        output_tokens=48,
+        range_ratio=0.5,
+    )
 
 
 def figures_of(trace: Path) -> dict[str, Any]:

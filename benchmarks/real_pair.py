@@ -29,10 +29,9 @@ from vllm_penalty_sched.report import evaluate_load
 from vllm_penalty_sched.serving.load import draw_load, measure_baseline, warm_up
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, RunningServer, ServerSpec, serve
-from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
+from vllm_penalty_sched.serving.tiny_model import DEMO_MODEL, make_tiny_model
 from vllm_penalty_sched.workload import LoadSpec, RequestKind
 
-MODEL = TinyModelSpec(layers=14, hidden_size=320, intermediate_size=864, attention_heads=5)
 SIDE_PORT = 5620
 
 
@@ -121,7 +120,7 @@ def main() -> None:
     load, runs = None, []
     with TemporaryDirectory() as name, environment(VLLM_CPU_KVCACHE_SPACE="1"):
         folder = Path(name)
-        make_tiny_model(folder / "model", MODEL)
+        make_tiny_model(folder / "model", DEMO_MODEL)
         for _ in range(arguments.rounds):
             for title, start in (("one engine", one_engine), ("pair", pair)):
                 with start(folder, arguments.tbt_slo_ms) as server:

@@ -20,7 +20,7 @@ from tests.soak.mixed_load import MixedLoad
 from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, RunningServer, ServerSpec, serve
-from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
+from vllm_penalty_sched.serving.tiny_model import DEMO_MODEL, make_tiny_model
 from vllm_penalty_sched.step_log import TraceText, read_step_log
 from vllm_penalty_sched.step_summary import summarize_steps
 
@@ -28,7 +28,6 @@ PERIOD_S = 10.0
 # While pools and caches still fill, memory grows on any server.
 SETTLED_SHARE = 0.3
 PAGE_BYTES = 4096
-MODEL = TinyModelSpec(layers=14, hidden_size=320, intermediate_size=864, attention_heads=5)
 ERROR_LINE = re.compile(r"\bERROR\b|Traceback")
 
 
@@ -162,7 +161,7 @@ def main() -> int:
     arguments = read_arguments()
     with TemporaryDirectory() as name:
         folder = Path(name)
-        make_tiny_model(folder / "model", MODEL)
+        make_tiny_model(folder / "model", DEMO_MODEL)
         stock = soak("stock", folder, arguments)
         ours = soak("penalty", folder, arguments)
     problems = problems_of(ours, stock)

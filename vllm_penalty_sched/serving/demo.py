@@ -25,7 +25,7 @@ from vllm_penalty_sched.serving.load import Baseline, Load, draw_load, measure_b
 from vllm_penalty_sched.serving.progress import elapsed_time
 from vllm_penalty_sched.serving.run_record import describe_hardware, record_run, vllm_version
 from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, ServerSpec, serve, serves_on_cpu
-from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
+from vllm_penalty_sched.serving.tiny_model import DEMO_MODEL, make_tiny_model
 from vllm_penalty_sched.settings import KEY
 from vllm_penalty_sched.workload import LoadSpec, RequestKind
 
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from vllm_penalty_sched.serving.server import RunningServer
 
 SCHEDULER_CLS = "vllm_penalty_sched.Scheduler"
-# Steps of some 40 ms on one core: what else runs on a small machine steals tens of ms now and then,
-# which an SLO of four such steps can absorb and one of four 10 ms steps cannot.
-_MODEL_SIZES = {
-    "layers": 14, "hidden_size": 320, "intermediate_size": 864, "attention_heads": 5,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +247,7 @@ def _started(spec: ServerSpec, name: str) -> Iterator[RunningServer]:
 
 def _make_model(settings: DemoSettings) -> str:
     folder = settings.out / "model"
-    spec = TinyModelSpec(**_MODEL_SIZES, seed=settings.seed)
+    spec = replace(DEMO_MODEL, seed=settings.seed)
     parameters = make_tiny_model(folder, spec)
     _say(f"made {folder}: a random Llama of {parameters / 1e6:.1f}M parameters")
     return str(folder)

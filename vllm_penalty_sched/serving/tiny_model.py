@@ -66,6 +66,12 @@ class TinyModelSpec:
             raise ConfigError(f"vocab_size must be >= {BYTE_TOKENS + 2}, got {self.vocab_size}")
 
 
+# Steps of some 40 ms on one core: what else runs on a small machine steals tens of ms now and then,
+# which an SLO of four such steps can absorb and one of four 10 ms steps cannot.
+DEMO_MODEL = TinyModelSpec(layers=14, hidden_size=320, intermediate_size=864, attention_heads=5)
+"""What the demo and the benchmarks on real servers serve: 18M parameters."""
+
+
 def make_tiny_model(folder: Path, spec: TinyModelSpec | None = None) -> int:
     """Write a model folder that vLLM and transformers load offline.
 
