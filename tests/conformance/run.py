@@ -87,7 +87,9 @@ def run_pass(
         **os.environ,
         "CONFORMANCE_PASS": name,
         "CONFORMANCE_OUTCOMES": str(outcomes_path),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(install_additions())]),
+        "PYTHONPATH": os.pathsep.join(
+            str(path) for path in (Path(__file__).parent, install_additions(), REPOSITORY)
+        ),
         "PENALTY_SCHED_STRICT": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -40,6 +40,7 @@ from tests.engine.virtual import (  # noqa: E402
     start_decodes,
 )
 from vllm_penalty_sched import Scheduler  # noqa: E402
+from vllm_penalty_sched.engine.composition import uncached_tokens  # noqa: E402
 from vllm_penalty_sched.engine.virtual_config import (  # noqa: E402
     BLOCK_SIZE,
     make_request,
@@ -85,6 +86,24 @@ def test_beside_prefix_caching_only_what_is_not_cached_is_prefilled(is_async: bo
     # 400 tokens are 25 blocks; vLLM computes the last one again to have something to sample from.
     assert sum(prefilled[: prefilled.index(1)] if 1 in prefilled else prefilled) == BLOCK_SIZE
     assert every_decode_got_its_tokens(engine.steps[before:])
+
+
+@both_modes
+def test_a_sliding_window_that_must_be_replayed_is_planned_with_the_rest(is_async: bool) -> None:
+    engine = make_steered(is_async=is_async)
+    shared = prompt(400)
+    engine.scheduler.add_request(make_request("first", shared, 5))
+    longest_wait_s(engine, "first")
+    if not hasattr(engine.scheduler, "prefix_replay_tokens"):
+        pytest.skip("this vLLM replays no sliding window")
+    engine.scheduler.prefix_replay_tokens = 32
+    request = make_request("second", shared, 5)
+
+    assert uncached_tokens(engine.scheduler, request) == 32 + BLOCK_SIZE
+    engine.scheduler.add_request(request)
+    before = len(engine.steps)
+    longest_wait_s(engine, "second")
+    assert sum(step.shape.prefill_tokens for step in engine.steps[before:]) == 32 + BLOCK_SIZE
 
 
 @both_modes

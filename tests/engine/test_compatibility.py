@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
 import vllm  # noqa: E402
+from vllm.config.diffusion import DiffusionConfig  # noqa: E402
 from vllm.v1 import request  # noqa: E402
 from vllm.v1.core.sched import interface, request_queue  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
@@ -23,6 +25,7 @@ import vllm_penalty_sched  # noqa: E402
 from tests.engine.virtual import add, is_clean, make_engine, play, start_decodes  # noqa: E402
 from vllm_penalty_sched import Scheduler  # noqa: E402
 from vllm_penalty_sched.engine.compatibility import find_problems  # noqa: E402
+from vllm_penalty_sched.engine.virtual_config import make_scheduler, make_vllm_config  # noqa: E402
 
 SETTINGS = {"tbt_slo_ms": 20.0}
 
@@ -297,6 +300,23 @@ def test_a_vllm_without_something_that_we_import_gets_its_own_scheduler(
     assert type(scheduler) is stock
     (warning,) = warnings_of(caplog)
     assert name in warning
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_diffusion_model_gets_the_scheduler_that_vllm_has_for_it(
+    is_async: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_vllm_config(settings=SETTINGS, async_scheduling=is_async)
+    config.diffusion_config = DiffusionConfig(canvas_length=8)
+
+    scheduler = make_scheduler(Scheduler, config)
+
+    assert not isinstance(scheduler, Scheduler)
+    assert isinstance(scheduler, AsyncScheduler) is is_async
+    if find_spec("vllm.v1.core.sched.diffusion_scheduler"):
+        assert type(scheduler).__name__ == f"Diffusion{'Async' if is_async else ''}Scheduler"
+    (warning,) = warnings_of(caplog)
+    assert "diffusion models" in warning
 
 
 @pytest.mark.usefixtures("reloads_our_modules")

@@ -222,7 +222,10 @@ def _prefix_hit_tokens(scheduler: VllmScheduler, request: Request) -> int:
         found: Any = manager.coordinator.find_longest_cache_hit(
             request.block_hashes, request.num_tokens - 1
         )
-        known = (scheduler.current_step, int(found[1]))
+        hit_tokens = int(found[1])
+        # Of a sliding window that is not cached vLLM computes the tokens again (0.31 and later).
+        replayed = min(hit_tokens, getattr(scheduler, "prefix_replay_tokens", 0))
+        known = (scheduler.current_step, hit_tokens - replayed)
         request._penalty_sched_hit = known
     return known[1]
 

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.penalty_sched")
 
 
-def refuse_diffusion(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError for a diffusion model, which needs a scheduler of its own."""
-    if getattr(vllm_config, "diffusion_config", None) is not None:
-        raise ConfigError("penalty_sched does not schedule diffusion models: drop --scheduler-cls")
-
-
 def read_settings(vllm_config: VllmConfig) -> Settings:
     """Return the settings under ``penalty_sched`` of ``additional_config``, or the defaults.
 

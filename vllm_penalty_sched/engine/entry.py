@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 from vllm_penalty_sched.engine.compatibility import pass_through_warning
+from vllm_penalty_sched.engine.stock import make_stock_scheduler
 
 log = logging.getLogger("vllm.penalty_sched")
 
@@ -34,13 +35,8 @@ def _make_stand_in(problem: str) -> type:
         """Becomes vLLM's own scheduler for the configured mode."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-            from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
-
             log.warning(pass_through_warning([problem]))
-            config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
-            is_async = config.scheduler_config.async_scheduling
-            return (AsyncScheduler if is_async else SyncScheduler)(*args, **kwargs)
+            return make_stock_scheduler(*args, **kwargs)
 
     return StockScheduler
 

@@ -31,7 +31,6 @@ from vllm_penalty_sched.engine.configuration import (
     ranked_path,
     read_model,
     read_settings,
-    refuse_diffusion,
 )
 from vllm_penalty_sched.engine.decision_notes import DecisionNotes
 from vllm_penalty_sched.engine.kv_loads import KvLoads, may_load, put_ahead, read_loads
@@ -48,6 +47,7 @@ from vllm_penalty_sched.engine.step_limits import (
 from vllm_penalty_sched.engine.step_reports import StepReports
 from vllm_penalty_sched.engine.step_timer import StepTimer
 from vllm_penalty_sched.engine.step_trace import StepTrace
+from vllm_penalty_sched.engine.stock import config_in, is_diffusion, make_stock_scheduler
 from vllm_penalty_sched.engine.token_deadlines import TokenDeadlines
 from vllm_penalty_sched.planner import Planner, StepLoad
 from vllm_penalty_sched.policy import Reason
@@ -82,16 +82,18 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
     max_num_scheduled_tokens: int
     waiting: RequestQueue
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Scheduler:
-        """Choose the class for the configured scheduling mode, which is final by now."""
-        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Choose the class for the model and the scheduling mode, which is final by now."""
+        config = config_in(args, kwargs)
+        if is_diffusion(config):
+            log.warning("penalty_sched is off: diffusion models keep vLLM's own scheduler")
+            return make_stock_scheduler(*args, **kwargs)
         if cls is Scheduler and config.scheduler_config.async_scheduling:
             cls = AsyncPenaltyScheduler
         return object.__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        refuse_diffusion(self.vllm_config)
         problems = find_problems(self)
         if problems:
             log.warning(pass_through_warning(problems))
