@@ -7,7 +7,7 @@ hold the fields and sizes that schedulers and multimodal budgets read, and no we
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-_FIRST_SPECIAL = 256  # behind the bytes
+FIRST_SPECIAL = 256  # behind the bytes
 
 _OPT = {
     "architectures": ["OPTForCausalLM"],
@@ -55,7 +55,7 @@ _LLAMA = {
 _LLAVA = {
     "architectures": ["LlavaForConditionalGeneration"],
     "model_type": "llava",
-    "image_token_index": _FIRST_SPECIAL + _SPECIAL_TOKENS.index("<image>"),
+    "image_token_index": FIRST_SPECIAL + _SPECIAL_TOKENS.index("<image>"),
     "projector_hidden_act": "gelu",
     "vision_feature_layer": -2,
     "vision_feature_select_strategy": "default",
@@ -104,10 +104,10 @@ _QWEN_VL = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    "image_token_id": _FIRST_SPECIAL + _SPECIAL_TOKENS.index("<|image_pad|>"),
-    "video_token_id": _FIRST_SPECIAL + _SPECIAL_TOKENS.index("<|video_pad|>"),
-    "vision_start_token_id": _FIRST_SPECIAL + _SPECIAL_TOKENS.index("<|vision_start|>"),
-    "vision_end_token_id": _FIRST_SPECIAL + _SPECIAL_TOKENS.index("<|vision_end|>"),
+    "image_token_id": FIRST_SPECIAL + _SPECIAL_TOKENS.index("<|image_pad|>"),
+    "video_token_id": FIRST_SPECIAL + _SPECIAL_TOKENS.index("<|video_pad|>"),
+    "vision_start_token_id": FIRST_SPECIAL + _SPECIAL_TOKENS.index("<|vision_start|>"),
+    "vision_end_token_id": FIRST_SPECIAL + _SPECIAL_TOKENS.index("<|vision_end|>"),
     "vision_config": {
         "model_type": "qwen2_5_vl",
         "depth": 32,
@@ -155,17 +155,17 @@ _FOLDERS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 def write_model_folders(where: Path) -> None:
     """Write a folder for each model that the tests name."""
-    tokenizer = _tokenizer()
+    tokenizer = make_byte_tokenizer(_SPECIAL_TOKENS)
     for name, files in _FOLDERS.items():
         folder = where / name
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps(_TOKENIZER_CONFIG))
+        (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
         for file, content in files.items():
             (folder / file).write_text(json.dumps(content))
 
 
-_TOKENIZER_CONFIG = {
+TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -173,11 +173,11 @@ _TOKENIZER_CONFIG = {
 }
 
 
-def _tokenizer() -> Tokenizer:
-    """Return one token for each byte, and the special ones."""
+def make_byte_tokenizer(special_tokens: Sequence[str]) -> Tokenizer:
+    """Return one token for each byte, and the special ones behind them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: index for index, byte in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(_SPECIAL_TOKENS))
+    tokenizer.add_special_tokens(list(special_tokens))
     return tokenizer
