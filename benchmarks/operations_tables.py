@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from goodput_tables import markdown
 
 MODES = {
@@ -75,37 +74,28 @@ def _scheduler_cells(found: Mapping[str, Any]) -> list[str]:
 
 def server_soak(results: Path) -> str:
     found = _read(results, "server_soak")
-    rows = []
-    for side, title in (("stock", "stock vLLM"), ("penalty", "vllm_penalty_sched")):
-        run = found[side]
-        held = run.get("slo_held_share")
-        memory = run["resident_mib"]
-        rows.append(
-            [
-                title,
-                f"{run['minutes']:g} min",
-                str(run["requests"]),
-                str(len(run["error_lines"])),
-                f"{memory['first']:,} to {memory['last']:,} MiB",
-                _late_slope(run["memory_mib"]),
-                "" if held is None else f"{held:.2%}",
-            ]
-        )
-    head = [
-        "",
-        "ran",
-        "requests",
-        "kinds of error lines in the log",
-        "resident memory",
-        "its slope, second half",
+    sides = {"stock vLLM": found["stock"], "vllm_penalty_sched": found["penalty"]}
+    rows = [
+        ["ran", *(f"{run['minutes']:g} min" for run in sides.values())],
+        ["requests", *(str(run["requests"]) for run in sides.values())],
+        [
+            "kinds of error lines in the log",
+            *(str(len(run["error_lines"])) for run in sides.values()),
+        ],
+        ["steps within the SLO", "", f"{found['penalty']['slo_held_share']:.2%}"],
     ]
-    return markdown([*head, "steps within the SLO"], rows)
+    for process in found["penalty"]["memory_mib"]:
+        cells = [
+            _growth(run["memory_mib"][process], run["late_slope_mib_per_hour"][process])
+            for run in sides.values()
+        ]
+        rows.append([f"memory of {process}; its slope in the second half", *cells])
+    return markdown(["", *sides], rows)
 
 
-def _late_slope(memory_mib: Sequence[Sequence[float]]) -> str:
-    """Return how memory grows once the KV cache's pages have been touched."""
-    times_s, sizes = np.array(memory_mib[len(memory_mib) // 2 :]).T
-    return f"{3600 * np.polyfit(times_s, sizes, 1)[0]:+.0f} MiB/h"
+def _growth(memory_mib: Sequence[Sequence[float]], slope: float) -> str:
+    first, last = memory_mib[0][1], memory_mib[-1][1]
+    return f"{first:,.0f} to {last:,.0f} MiB; {slope:+.0f} MiB/h"
 
 
 def real_pair(results: Path) -> str:

@@ -271,23 +271,35 @@ def test_the_offline_example_generates_and_tells_what_it_learned(model: str) -> 
     assert re.search(r"learned from \d+ steps", printed)
 
 
-def test_two_api_servers_show_the_same_sums(model: str, tmp_path: Path) -> None:
+def test_two_engines_behind_two_api_servers_show_each_engines_sums(
+    model: str, tmp_path: Path
+) -> None:
+    settings = {"tbt_slo_ms": SLO_MS, "state_path": str(tmp_path / "state.json")}
     spec = ServerSpec(
         model=model,
         log_path=tmp_path / "server.log",
-        engine_args=(*ENGINE_ARGS, "--api-server-count", "2"),
+        engine_args=(*ENGINE_ARGS, "--data-parallel-size", "2", "--api-server-count", "2"),
         scheduler_cls="vllm_penalty_sched.Scheduler",
-        additional_config={"penalty_sched": {"tbt_slo_ms": SLO_MS}},
+        additional_config={"penalty_sched": settings},
+        start_timeout_s=400.0,
     )
+    name, requests = "penalty_sched_observed_step_seconds_count", 0
     with serve(spec) as server:
-        for seed in range(6):  # one connection each: the kernel spreads them over the servers
-            one = StreamRequest(prompt_token_ids=prompt(100, seed), output_tokens=20)
+        # Each API server prefers an engine, and the kernel spreads connections over the servers.
+        while requests < 40 and not all(scraped(server.url).get(name, {}).get(e) for e in "01"):
+            one = StreamRequest(prompt_token_ids=prompt(100, requests), output_tokens=20)
             stream_load(server.url, [one], model=server.model)
+            requests += 1
         seen = [scraped(server.url) for _ in range(4)]
 
-    steps = [values["penalty_sched_observed_step_seconds_count"] for values in seen]
-    assert steps == [{"0": 6 * 20.0}] * 4
-    assert {values["penalty_sched_slo_seconds"]["0"] for values in seen} == {SLO_MS / 1e3}
+    steps = [values[name] for values in seen]
+    assert steps == 4 * steps[:1]
+    assert steps[0].keys() == {"0", "1"}
+    assert sum(steps[0].values()) == 20 * requests
+    assert {tuple(values["penalty_sched_slo_seconds"].values()) for values in seen} == {
+        (SLO_MS / 1e3, SLO_MS / 1e3)
+    }
+    assert {path.name for path in tmp_path.glob("state*")} == {"state.json", "state.1.json"}
 
 
 # Last: it takes the server away from the tests above.

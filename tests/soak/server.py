@@ -10,11 +10,16 @@ import asyncio
 import re
 import shlex
 import sys
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import psutil
 
 from tests.soak.mixed_load import MixedLoad
 from vllm_penalty_sched.files import write_json
@@ -25,16 +30,15 @@ from vllm_penalty_sched.step_log import TraceText, read_step_log
 from vllm_penalty_sched.step_summary import summarize_steps
 
 PERIOD_S = 10.0
-# While pools and caches still fill, memory grows on any server.
-SETTLED_SHARE = 0.3
-PAGE_BYTES = 4096
+# vLLM names its processes: the engine core holds the scheduler, the worker the model and its KV.
+TITLE = re.compile(r"VLLM::(?P<name>[A-Za-z]+)")
 ERROR_LINE = re.compile(r"\bERROR\b|Traceback")
 
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=20.0, help="of ours (%(default)g)")
-    parser.add_argument("--stock-minutes", type=float, default=4.0, help="(%(default)g)")
+    parser.add_argument("--stock-minutes", type=float, default=10.0, help="(%(default)g)")
     parser.add_argument("--clients", type=int, default=8, help="(%(default)s)")
     parser.add_argument(
         "--pause-s", type=float, default=4.0, help="of a client, mean (%(default)g)"
@@ -45,24 +49,24 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def resident_mib(server: RunningServer) -> float:
-    """Return the resident memory of every process of the server, MiB."""
-    total = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            session = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
-            if session == server.process.pid:
-                total += int((folder / "statm").read_text().split()[1]) * PAGE_BYTES
-        except (OSError, IndexError):
-            continue  # it ended meanwhile
-    return total / 2**20
+def resident_mib(server: RunningServer) -> dict[str, float]:
+    """Return the resident memory of the server's processes by their titles, MiB."""
+    first = psutil.Process(server.process.pid)
+    sizes: Counter[str] = Counter()
+    for process in (first, *first.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            title = TITLE.match((process.cmdline() or [""])[0])
+            name = title["name"] if title else "API server and helpers"
+            sizes[name] += process.memory_info().rss / 2**20
+    return dict(sizes)
 
 
-def slope_mib_per_hour(samples: list[tuple[float, float]]) -> float | None:
-    settled = samples[int(SETTLED_SHARE * len(samples)) :]
-    if len(settled) < 3:
+def late_slope_mib_per_hour(samples: Sequence[tuple[float, float]]) -> float | None:
+    """Return how memory grows in the second half, once pools and caches have filled."""
+    late = samples[len(samples) // 2 :]
+    if len(late) < 3:
         return None
-    times_s, sizes = zip(*settled, strict=True)
+    times_s, sizes = zip(*late, strict=True)
     return float(np.polyfit(times_s, sizes, 1)[0] * 3600)
 
 
@@ -83,7 +87,8 @@ def soak(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, An
         additional_config={"penalty_sched": settings} if ours else None,
     )
     minutes = arguments.minutes if ours else arguments.stock_minutes
-    memory: list[tuple[float, float]] = []
+    memory: dict[str, list[tuple[float, float]]] = {}
+    rounds = count(1)
     with serve(spec) as server:
         load = MixedLoad(
             server.url,
@@ -95,11 +100,13 @@ def soak(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, An
 
         def watch(now_s: float) -> None:
             server.raise_if_dead()
-            memory.append((now_s, resident_mib(server)))
-            if len(memory) % 6 == 0:
+            sizes = resident_mib(server)
+            for process, size in sizes.items():
+                memory.setdefault(process, []).append((round(now_s), round(size, 1)))
+            if next(rounds) % 6 == 0:
                 print(
                     f"{name}: {now_s / 60:.1f} of {minutes:g} min, {load.seen.total()} requests, "
-                    f"{memory[-1][1]:.0f} MiB",
+                    f"{sum(sizes.values()):.0f} MiB",
                     flush=True,
                 )
 
@@ -110,9 +117,10 @@ def soak(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, An
         "requests": load.seen.total(),
         "outcomes": dict(sorted(load.seen.items())),
         "error_lines": sorted({_without_details(line) for line in _error_lines(log)}),
-        "resident_mib": {"first": round(memory[0][1]), "last": round(memory[-1][1])},
-        "slope_mib_per_hour": slope_mib_per_hour(memory),
-        "memory_mib": [(round(at_s), round(size, 1)) for at_s, size in memory],
+        "late_slope_mib_per_hour": {
+            process: late_slope_mib_per_hour(samples) for process, samples in memory.items()
+        },
+        "memory_mib": memory,
     }
     return found | (slo_figures(trace) if ours else {})
 
