@@ -6,25 +6,21 @@ from typing import Any
 
 import pytest
 
-vllm = pytest.importorskip("vllm")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 31),
-        reason="disaggregation needs the queues of vLLM 0.31",
-    ),
-]
+pytest.importorskip("vllm")
 
-from vllm.config import KVTransferConfig  # noqa: E402
-
-from tests.engine.virtual import add, cpu_like_s, is_clean, play, start_decodes  # noqa: E402
-from vllm_penalty_sched import Scheduler  # noqa: E402
-from vllm_penalty_sched.engine.virtual_config import (  # noqa: E402
-    make_scheduler,
-    make_vllm_config,
+from tests.engine.virtual import (
+    NEEDS_KV_QUEUES,
+    add,
+    cpu_like_s,
+    is_clean,
+    make_engine,
+    play,
+    start_decodes,
 )
-from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
+from vllm_penalty_sched import Scheduler
+from vllm_penalty_sched.engine.virtual_engine import VirtualEngine
 
+pytestmark = NEEDS_KV_QUEUES
 SLO_MS = 56.0
 
 
@@ -33,19 +29,23 @@ def add_pulled(engine: VirtualEngine, name: str, length: int, output: int) -> No
     add(engine, name, length, output, xargs={"kv_transfer_params": {"do_remote_prefill": True}})
 
 
-def make_engine(**config: Any) -> VirtualEngine:
-    vllm_config = make_vllm_config(settings={"tbt_slo_ms": SLO_MS}, **config)
-    vllm_config.kv_transfer_config = KVTransferConfig(
-        kv_connector="StubConnector",
-        kv_connector_module_path="tests.engine.stub_connector",
-        kv_role="kv_consumer",
+def make_puller(**config: Any) -> VirtualEngine:
+    return make_engine(
+        Scheduler,
+        {"tbt_slo_ms": SLO_MS},
+        step_time_s=cpu_like_s(noise=0.0),
+        kv_transfer={
+            "kv_connector": "StubConnector",
+            "kv_connector_module_path": "tests.engine.stub_connector",
+            "kv_role": "kv_consumer",
+        },
+        **config,
     )
-    return VirtualEngine(make_scheduler(Scheduler, vllm_config), cpu_like_s(noise=0.0))
 
 
 def warm_engine(**config: Any) -> VirtualEngine:
     """Return one that has learned, with eight decodes that go on."""
-    engine = make_engine(**config)
+    engine = make_puller(**config)
     start_decodes(engine, 8)
     for number in range(30):
         add(engine, f"warm-{number}", 100 + 10 * number, 2)
@@ -148,7 +148,7 @@ def test_a_read_that_failed_is_prefilled_here() -> None:
 
 
 def test_nothing_is_lost_or_left_when_prompts_go_both_ways() -> None:
-    engine = make_engine()
+    engine = make_puller()
     for number in range(40):
         add(engine, f"local-{number}", 50 + 37 * number % 900, 6)
         add_pulled(engine, f"pulled-{number}", 60 + 53 * number % 900, 6)

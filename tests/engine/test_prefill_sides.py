@@ -9,27 +9,23 @@ from typing import Any
 
 import pytest
 
-vllm = pytest.importorskip("vllm")
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 31),
-        reason="disaggregation needs the queues of vLLM 0.31",
-    ),
-]
+pytest.importorskip("vllm")
 
-from vllm.config import KVTransferConfig  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
+from vllm.v1.request import Request, RequestStatus
 
-from tests.engine.test_prefill_client import Server  # noqa: E402
-from tests.engine.virtual import add, cpu_like_s, play, start_decodes  # noqa: E402
-from vllm_penalty_sched import ConfigError, Scheduler  # noqa: E402
-from vllm_penalty_sched.engine.virtual_config import (  # noqa: E402
-    make_scheduler,
-    make_vllm_config,
+from tests.engine.test_prefill_client import Server
+from tests.engine.virtual import (
+    NEEDS_KV_QUEUES,
+    add,
+    cpu_like_s,
+    make_engine,
+    play,
+    start_decodes,
 )
-from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
+from vllm_penalty_sched import ConfigError, Scheduler
+from vllm_penalty_sched.engine.virtual_engine import VirtualEngine
 
+pytestmark = NEEDS_KV_QUEUES
 ADDRESS = {
     "remote_block_ids": [[1, 2, 3]],
     "remote_engine_id": "prefill",
@@ -58,22 +54,26 @@ def closed() -> Iterator[None]:
         ENGINES.pop().scheduler.connector.shutdown()
 
 
-def make_engine(role: str = "kv_consumer", **extra: Any) -> VirtualEngine:
-    config = make_vllm_config(settings={"tbt_slo_ms": 30.0})
-    config.kv_transfer_config = KVTransferConfig(
-        kv_connector="PenaltyConnector",
-        kv_connector_module_path="vllm_penalty_sched",
-        kv_role=role,
-        kv_load_failure_policy="recompute",
-        kv_connector_extra_config=extra,
+def make_instance(role: str = "kv_consumer", **extra: Any) -> VirtualEngine:
+    engine = make_engine(
+        Scheduler,
+        {"tbt_slo_ms": 30.0},
+        step_time_s=cpu_like_s(noise=0.0),
+        kv_transfer={
+            "kv_connector": "PenaltyConnector",
+            "kv_connector_module_path": "vllm_penalty_sched",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        },
     )
-    ENGINES.append(VirtualEngine(make_scheduler(Scheduler, config), cpu_like_s(noise=0.0)))
-    return ENGINES[-1]
+    ENGINES.append(engine)
+    return engine
 
 
 def warm_engine(server: Server) -> VirtualEngine:
     """Return one with eight decodes that has learned, from prompts that it prefilled."""
-    engine = make_engine(prefill_url=server.url)
+    engine = make_instance(prefill_url=server.url)
     server.status = 400  # whatever is asked is refused
     start_decodes(engine, 8)
     for number in range(30):
@@ -161,7 +161,7 @@ def test_an_aborted_request_is_called_off_and_forgotten(server: Server) -> None:
 
 def named(params: dict[str, Any], role: str = "kv_consumer", **extra: Any) -> Request:
     """Return a request that names these parameters, as the scheduler keeps it."""
-    engine = make_engine(role, **extra)
+    engine = make_instance(role, **extra)
     add(engine, "named", 100, 4, xargs={"kv_transfer_params": dict(params)})
     request: Request = engine.scheduler.requests["named"]
     return request
@@ -182,4 +182,4 @@ def test_a_prefill_instance_is_told_to_keep_a_kv_cache_and_nothing_else() -> Non
 
 def test_wrong_settings_stop_the_start() -> None:
     with pytest.raises(ConfigError, match="prefill_url must be an http"):
-        make_engine(prefill_url="nowhere")
+        make_instance(prefill_url="nowhere")

@@ -7,10 +7,22 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+import pytest
+import vllm
+from vllm.config import KVTransferConfig
 
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.engine.virtual_config import make_request, make_scheduler, make_vllm_config
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine, VirtualStep
+
+NEEDS_KV_QUEUES = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(
+        tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 31),
+        reason="disaggregation needs the queues of vLLM 0.31",
+    ),
+]
+"""Marks of the tests of requests whose KV cache comes from elsewhere."""
 
 
 def cpu_like_s(seed: int = 0, noise: float = 0.03) -> Callable[[BatchShape], float]:
@@ -33,11 +45,13 @@ def make_engine(
     kv_blocks: int = 20_000,
     spec_tokens: int = 0,
     accept_drafts: Callable[[int], int] = lambda drafts: drafts,
+    kv_transfer: Mapping[str, Any] | None = None,
     **config: Any,
 ) -> VirtualEngine:
-    scheduler = make_scheduler(
-        scheduler_cls, make_vllm_config(settings=settings, **config), kv_blocks=kv_blocks
-    )
+    vllm_config = make_vllm_config(settings=settings, **config)
+    if kv_transfer is not None:
+        vllm_config.kv_transfer_config = KVTransferConfig(**kv_transfer)
+    scheduler = make_scheduler(scheduler_cls, vllm_config, kv_blocks=kv_blocks)
     if spec_tokens:
         scheduler.num_spec_tokens = spec_tokens
     return VirtualEngine(scheduler, step_time_s or cpu_like_s(), accept_drafts=accept_drafts)
