@@ -30,7 +30,7 @@ from vllm_penalty_sched.disaggregation.advice import advise
 from vllm_penalty_sched.disaggregation.fluid import Service
 from vllm_penalty_sched.disaggregation.traffic import Traffic
 from vllm_penalty_sched.files import write_json
-from vllm_penalty_sched.latency import StepTimeModel
+from vllm_penalty_sched.learning.latency import StepTimeModel
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.simulation.cost_profiles import find_profile
 from vllm_penalty_sched.simulation.device import DeviceSpec, VirtualDevice

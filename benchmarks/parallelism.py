@@ -25,8 +25,8 @@ from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, ServerSpec, serve, serves_on_cpu
 from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
-from vllm_penalty_sched.step_log import TraceText, read_step_log
-from vllm_penalty_sched.step_summary import summarize_steps
+from vllm_penalty_sched.step_log.records import TraceText, read_step_log
+from vllm_penalty_sched.step_log.summary import summarize_steps
 
 MODES = {
     "none": (),

@@ -35,12 +35,12 @@ from goodput_picture import (
     draw,
 )
 
-from vllm_penalty_sched import simulation_arguments
+from vllm_penalty_sched.cli import simulation_arguments
+from vllm_penalty_sched.cli.simulation_arguments import Window
 from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.simulation.scheduler_spec import SchedulerSpec
-from vllm_penalty_sched.simulation_arguments import Window
 
 # Multiples of stock's capacity. The ablation runs at the first one, which comes first: a run that
 # is cut leaves out the least telling rates.

@@ -17,7 +17,7 @@ import pytest
 
 from vllm_penalty_sched import BatchShape, PenaltyCurve, StepTimeModel
 from vllm_penalty_sched.files import write_json
-from vllm_penalty_sched.margin import ConformalMargin
+from vllm_penalty_sched.learning.margin import ConformalMargin
 from vllm_penalty_sched.serving.run_record import record_run
 
 COMMAND = "GPU_COSTS=DIR STEP_TIME_JSON=FILE python -m pytest -s benchmarks/" + Path(__file__).name

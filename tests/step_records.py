@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.policy import Reason
-from vllm_penalty_sched.step_log import StepLog, StepRecord
+from vllm_penalty_sched.step_log.records import StepLog, StepRecord
 
 
 def step(

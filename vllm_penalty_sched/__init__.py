@@ -19,10 +19,10 @@ from vllm_penalty_sched.errors import (
 
 if TYPE_CHECKING:
     from vllm_penalty_sched.batch import BatchShape
-    from vllm_penalty_sched.curve import PenaltyCurve
     from vllm_penalty_sched.engine.connector import PenaltyConnector
     from vllm_penalty_sched.engine.scheduler import Scheduler
-    from vllm_penalty_sched.latency import StepTimeModel, load_model
+    from vllm_penalty_sched.learning.curve import PenaltyCurve
+    from vllm_penalty_sched.learning.latency import StepTimeModel, load_model
     from vllm_penalty_sched.settings import Settings
 
 __all__ = [
@@ -44,11 +44,11 @@ __all__ = [
 _MODULES = {
     "BatchShape": "batch",
     "PenaltyConnector": "engine.connector",
-    "PenaltyCurve": "curve",
+    "PenaltyCurve": "learning.curve",
     "Scheduler": "engine.entry",
     "Settings": "settings",
-    "StepTimeModel": "latency",
-    "load_model": "latency",
+    "StepTimeModel": "learning.latency",
+    "load_model": "learning.latency",
 }
 
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.cold_start import FIRST_CHUNK_TOKENS, ColdStart
-from vllm_penalty_sched.latency import MAX_PREFILL_TOKENS, StepTimeModel
-from vllm_penalty_sched.margin import ConformalMargin, Slowdown
+from vllm_penalty_sched.learning.cold_start import FIRST_CHUNK_TOKENS, ColdStart
+from vllm_penalty_sched.learning.latency import MAX_PREFILL_TOKENS, StepTimeModel
+from vllm_penalty_sched.learning.margin import ConformalMargin, Slowdown
 from vllm_penalty_sched.policy import Decision, PrefillDemand, Reason, StepState, decide
 from vllm_penalty_sched.settings import Settings
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vllm_penalty_sched.curve import PenaltyCurve
 from vllm_penalty_sched.errors import ConfigError, MissingDependencyError
+from vllm_penalty_sched.learning.curve import PenaltyCurve
 from vllm_penalty_sched.metrics import Quantiles, pooled_gaps, share_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from vllm_penalty_sched.fitting import CurveFit, StepFit
+    from vllm_penalty_sched.calibration.fitting import CurveFit, StepFit
     from vllm_penalty_sched.metrics import RequestTrace
 
 WITHIN_COLOR, OVER_COLOR, SLO_COLOR = "#2f6f9f", "#c8402f", "#222222"

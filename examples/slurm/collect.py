@@ -9,10 +9,10 @@ holds no usable steps is named and left out.
 import sys
 from pathlib import Path
 
+from vllm_penalty_sched.calibration.fitting import CurveFit, fit_curve
+from vllm_penalty_sched.calibration.samples import read_samples
 from vllm_penalty_sched.errors import PenaltySchedError
-from vllm_penalty_sched.fitting import CurveFit, fit_curve
 from vllm_penalty_sched.plot import draw_curves
-from vllm_penalty_sched.samples import read_samples
 
 
 def row(name: str, header, fit: CurveFit) -> str:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from vllm_penalty_sched.latency import StepTimeModel
+    from vllm_penalty_sched.learning.latency import StepTimeModel
 
 # No step of these tests takes that long: a budget is never small for the SLO's sake.
 LOOSE_SLO_MS = 60_000.0
@@ -129,7 +129,7 @@ def _put_ours_in_place(mode: str) -> None:
     from vllm.v1.core.sched import scheduler as sync_scheduler
 
     from vllm_penalty_sched.engine import scheduler as ours
-    from vllm_penalty_sched.latency import StepTimeModel
+    from vllm_penalty_sched.learning.latency import StepTimeModel
     from vllm_penalty_sched.planner import Planner
     from vllm_penalty_sched.settings import Settings
 
@@ -161,7 +161,7 @@ def _learned() -> StepTimeModel:
     A new engine grants no prefill beside decodes until it has timed a few steps without.
     """
     from vllm_penalty_sched.batch import BatchShape
-    from vllm_penalty_sched.latency import StepTimeModel
+    from vllm_penalty_sched.learning.latency import StepTimeModel
 
     model, rng = StepTimeModel(), random.Random(0)
     for _ in range(400):

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.cli import main
-from vllm_penalty_sched.latency import StepTimeModel
+from vllm_penalty_sched.cli.program import main
+from vllm_penalty_sched.learning.latency import StepTimeModel
 from vllm_penalty_sched.simulation.cost_profiles import find_profile
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_penalty_sched.calibration_grid import (
+from vllm_penalty_sched.calibration.grid import (
     CURVE_SERIES,
     FULL,
     QUICK,

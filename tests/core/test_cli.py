@@ -8,8 +8,8 @@ import pytest
 
 from tests.core.test_fitting import on_the_published_curve, random_samples
 from vllm_penalty_sched import BatchShape, load_model
-from vllm_penalty_sched.cli import main, make_parser
-from vllm_penalty_sched.samples import SamplesOrigin, write_samples
+from vllm_penalty_sched.calibration.samples import SamplesOrigin, write_samples
+from vllm_penalty_sched.cli.program import main, make_parser
 from vllm_penalty_sched.serving.demo import settings_from_arguments
 
 HEAVY_MODULES = {"matplotlib", "sklearn", "torch", "vllm", "aiohttp", "tokenizers"}
@@ -74,7 +74,7 @@ def test_demo_options_reach_the_settings() -> None:
 
 
 def test_the_command_line_loads_no_heavy_module_before_it_needs_one() -> None:
-    code = "import vllm_penalty_sched.cli, sys; print(*sys.modules)"
+    code = "import vllm_penalty_sched.cli.program, sys; print(*sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

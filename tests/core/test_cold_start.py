@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_penalty_sched.cold_start import FIRST_CHUNK_TOKENS, ColdStart
+from vllm_penalty_sched.learning.cold_start import FIRST_CHUNK_TOKENS, ColdStart
 
 
 def after_decode_only(seconds: float = 0.014) -> ColdStart:

@@ -3,8 +3,8 @@ import pytest
 
 from tests.core.test_latency import gpu_like_s, random_shape
 from vllm_penalty_sched import BatchShape, ConfigError, PenaltyCurve
-from vllm_penalty_sched.fitting import fit_curve, fit_step_time
-from vllm_penalty_sched.samples import Sample
+from vllm_penalty_sched.calibration.fitting import fit_curve, fit_step_time
+from vllm_penalty_sched.calibration.samples import Sample
 
 
 def curve_sample(ratio: float, seconds: float, *, series: str = "curve") -> Sample:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import shapes, with_more
 from vllm_penalty_sched import BatchShape, ConfigError, NotFittedError, StepTimeModel
-from vllm_penalty_sched.latency import MAX_PREFILL_TOKENS
+from vllm_penalty_sched.learning.latency import MAX_PREFILL_TOKENS
 
 
 def gpu_like_s(shape: BatchShape) -> float:

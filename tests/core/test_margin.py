@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import shapes
 from vllm_penalty_sched import BatchShape, ConfigError
-from vllm_penalty_sched.margin import ConformalMargin, Slowdown
+from vllm_penalty_sched.learning.margin import ConformalMargin, Slowdown
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.core.test_latency import gpu_like_s, learned, random_shape
 from vllm_penalty_sched import ModelFileError, load_model
-from vllm_penalty_sched.features import TERMS
-from vllm_penalty_sched.model_state import Provenance, state_to_json
+from vllm_penalty_sched.learning.features import TERMS
+from vllm_penalty_sched.learning.model_state import Provenance, state_to_json
 
 pytestmark = pytest.mark.slow
 

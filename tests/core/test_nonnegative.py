@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from vllm_penalty_sched.nonnegative import improve
+from vllm_penalty_sched.learning.nonnegative import improve
 
 ENOUGH_PIVOTS = 1000
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.core.test_latency import FITTED, gpu_like_s, learned
 from vllm_penalty_sched import BatchShape, Settings
-from vllm_penalty_sched.model_state import Provenance
+from vllm_penalty_sched.learning.model_state import Provenance
 from vllm_penalty_sched.planner import Planner, StepLoad
 from vllm_penalty_sched.policy import Decision, PrefillDemand, Reason
 

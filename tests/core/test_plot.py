@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.curve import PenaltyCurve
+from vllm_penalty_sched.calibration.fitting import CurveFit, StepFit, fit_step_time
+from vllm_penalty_sched.calibration.samples import Sample
 from vllm_penalty_sched.errors import MissingDependencyError
-from vllm_penalty_sched.fitting import CurveFit, StepFit, fit_step_time
+from vllm_penalty_sched.learning.curve import PenaltyCurve
 from vllm_penalty_sched.metrics import RequestTrace
 from vllm_penalty_sched.plot import GapPanel, draw_curves, draw_fit, draw_gaps
-from vllm_penalty_sched.samples import Sample
 
 TRACE = RequestTrace(sent_s=0.0, arrivals_s=(0.1, 0.12, 0.14, 0.5, 0.52), output_tokens=5)
 PANELS = [

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import shapes
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.errors import ConfigError
-from vllm_penalty_sched.samples import (
+from vllm_penalty_sched.calibration.samples import (
     COLUMNS,
     Sample,
     SamplesOrigin,
@@ -17,6 +16,7 @@ from vllm_penalty_sched.samples import (
     write_sample,
     write_samples,
 )
+from vllm_penalty_sched.errors import ConfigError
 
 ORIGIN = SamplesOrigin(
     hardware="H200; Xeon, 16 cores",

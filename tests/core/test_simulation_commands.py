@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_penalty_sched.cli import main
+from vllm_penalty_sched.cli.program import main
 
 LOAD = ["--synthetic", "poisson:1:100:10", "--scheduler", "penalty"]
 TRACE = "arrival_s,prompt_tokens,output_tokens\n0,10,5\n1,20,5\n"
@@ -75,7 +75,7 @@ def test_a_bad_trace_ends_with_its_name_and_line(
 
 def test_bad_input_is_told_before_vllm_is_imported() -> None:
     code = (
-        "import sys; from vllm_penalty_sched.cli import main;"
+        "import sys; from vllm_penalty_sched.cli.program import main;"
         "status = main(['simulate', '--synthetic', 'poisson:1:1:1', '--scheduler', 'stock:1']);"
         "print(status, 'vllm' in sys.modules)"
     )

@@ -2,8 +2,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_penalty_sched import BatchShape, StepTimeModel
-from vllm_penalty_sched.features import EDGES
-from vllm_penalty_sched.sizes_seen import SizesSeen
+from vllm_penalty_sched.learning.features import EDGES
+from vllm_penalty_sched.learning.sizes_seen import SizesSeen
 
 
 def test_a_size_is_known_after_three_steps_between_the_same_edges() -> None:

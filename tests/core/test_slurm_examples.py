@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.test_fitting import on_the_published_curve
-from vllm_penalty_sched.samples import Sample, SamplesOrigin, write_samples
+from vllm_penalty_sched.calibration.samples import Sample, SamplesOrigin, write_samples
 
 pytestmark = pytest.mark.slow
 

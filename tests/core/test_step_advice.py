@@ -5,9 +5,9 @@ import pytest
 
 from tests.step_records import log_of, step
 from vllm_penalty_sched.policy import Reason
-from vllm_penalty_sched.step_advice import Advice, advise
-from vllm_penalty_sched.step_log import StepRecord
-from vllm_penalty_sched.step_summary import summarize_steps
+from vllm_penalty_sched.step_log.advice import Advice, advise
+from vllm_penalty_sched.step_log.records import StepRecord
+from vllm_penalty_sched.step_log.summary import summarize_steps
 
 CALM = [step(20.0), step(40.0, prefill=100)] * 500
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.strategies import shapes, with_more
 from vllm_penalty_sched import BatchShape
-from vllm_penalty_sched.features import SCALES, TERMS, term_matrix
-from vllm_penalty_sched.step_cost import MAX_PREFILL_TOKENS, StepCost
+from vllm_penalty_sched.learning.features import SCALES, TERMS, term_matrix
+from vllm_penalty_sched.learning.step_cost import MAX_PREFILL_TOKENS, StepCost
 
 
 @st.composite

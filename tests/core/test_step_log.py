@@ -9,10 +9,10 @@ from tests.step_records import line_of, log_of, step, text_of
 from tests.strategies import nonsense, shapes
 from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.policy import Reason
-from vllm_penalty_sched.step_advice import advise
-from vllm_penalty_sched.step_log import StepLog, StepRecord, TraceText, read_step_log
-from vllm_penalty_sched.step_report import format_step_report
-from vllm_penalty_sched.step_summary import summarize_steps
+from vllm_penalty_sched.step_log.advice import advise
+from vllm_penalty_sched.step_log.records import StepLog, StepRecord, TraceText, read_step_log
+from vllm_penalty_sched.step_log.report import format_step_report
+from vllm_penalty_sched.step_log.summary import summarize_steps
 
 pytestmark = pytest.mark.slow
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.step_records import line_of, log_of, step, text_of
-from vllm_penalty_sched.cli import main
-from vllm_penalty_sched.plot_steps import draw_steps, elapsed_s, thin
+from vllm_penalty_sched.cli.program import main
 from vllm_penalty_sched.policy import Reason
-from vllm_penalty_sched.step_log import StepLog, StepTable
+from vllm_penalty_sched.step_log.plot import draw_steps, elapsed_s, thin
+from vllm_penalty_sched.step_log.records import StepLog, StepTable
 
 LOG = log_of(
     step(80.0, decodes=0, prefill=200, reason=Reason.NO_DECODE, slo_ms=None),

@@ -4,11 +4,11 @@ from dataclasses import replace
 import pytest
 
 from tests.step_records import log_of, step
-from vllm_penalty_sched.decode_only_times import estimate_decode_only_s
 from vllm_penalty_sched.policy import Reason
-from vllm_penalty_sched.step_log import StepLog, StepTable
-from vllm_penalty_sched.step_report import format_step_report
-from vllm_penalty_sched.step_summary import ReasonShare, summarize_steps
+from vllm_penalty_sched.step_log.decode_only_times import estimate_decode_only_s
+from vllm_penalty_sched.step_log.records import StepLog, StepTable
+from vllm_penalty_sched.step_log.report import format_step_report
+from vllm_penalty_sched.step_log.summary import ReasonShare, summarize_steps
 
 
 def estimates_ms(log: StepLog) -> list[float]:

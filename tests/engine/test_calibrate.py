@@ -15,8 +15,8 @@ import pytest
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
-from vllm_penalty_sched.cli import main  # noqa: E402
-from vllm_penalty_sched.samples import Sample, read_samples  # noqa: E402
+from vllm_penalty_sched.calibration.samples import Sample, read_samples  # noqa: E402
+from vllm_penalty_sched.cli.program import main  # noqa: E402
 from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, serves_on_cpu  # noqa: E402
 from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model  # noqa: E402
 

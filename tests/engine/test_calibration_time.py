@@ -14,12 +14,12 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
 from tests.core.test_samples import ORIGIN  # noqa: E402
 from vllm_penalty_sched.batch import BatchShape  # noqa: E402
-from vllm_penalty_sched.calibration_grid import CURVE_SERIES, QUICK, GridPoint, plan_grid  # noqa: E402
+from vllm_penalty_sched.calibration.grid import CURVE_SERIES, QUICK, GridPoint, plan_grid  # noqa: E402
+from vllm_penalty_sched.calibration.samples import Sample, read_samples, write_origin  # noqa: E402
 from vllm_penalty_sched.engine.calibrator import measure_points  # noqa: E402
 from vllm_penalty_sched.engine.stepped_engine import SteppedEngine, SteppedScheduler  # noqa: E402
 from vllm_penalty_sched.engine.virtual_config import make_scheduler, make_vllm_config  # noqa: E402
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
-from vllm_penalty_sched.samples import Sample, read_samples, write_origin  # noqa: E402
 
 SMALL = replace(QUICK, decode_counts=(1, 8), curve_passes=2)
 

@@ -12,7 +12,7 @@ from tests.core.test_latency import learned  # noqa: E402
 from tests.engine.virtual import add, make_engine, play, start_decodes  # noqa: E402
 from vllm_penalty_sched import Scheduler  # noqa: E402
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
-from vllm_penalty_sched.step_log import TraceText, read_step_log  # noqa: E402
+from vllm_penalty_sched.step_log.records import TraceText, read_step_log  # noqa: E402
 
 LOG = "vllm.penalty_sched"
 

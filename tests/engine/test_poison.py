@@ -18,7 +18,7 @@ from vllm_penalty_sched import ConfigError, ModelFileError, Scheduler  # noqa: E
 from vllm_penalty_sched.batch import BatchShape  # noqa: E402
 from vllm_penalty_sched.engine.virtual_config import make_request  # noqa: E402
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
-from vllm_penalty_sched.step_cost import StepCost  # noqa: E402
+from vllm_penalty_sched.learning.step_cost import StepCost  # noqa: E402
 
 LOG = "vllm.penalty_sched"
 POISONS = [float("nan"), float("inf"), 0.0, 1e300]

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
 
 from vllm_penalty_sched.batch import BatchShape  # noqa: E402
-from vllm_penalty_sched.cli import main  # noqa: E402
+from vllm_penalty_sched.cli.program import main  # noqa: E402
 from vllm_penalty_sched.engine.composition import Composition, read_composition  # noqa: E402
 from vllm_penalty_sched.engine.simulation import simulate  # noqa: E402
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from tests.engine.virtual import add, make_engine, play, start_decodes  # noqa: E402
 from vllm_penalty_sched import Scheduler  # noqa: E402
-from vllm_penalty_sched.cli import main  # noqa: E402
+from vllm_penalty_sched.cli.program import main  # noqa: E402
 
 SLO_S = 0.056
 

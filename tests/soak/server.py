@@ -26,8 +26,8 @@ from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, RunningServer, ServerSpec, serve
 from vllm_penalty_sched.serving.tiny_model import DEMO_MODEL, make_tiny_model
-from vllm_penalty_sched.step_log import TraceText, read_step_log
-from vllm_penalty_sched.step_summary import summarize_steps
+from vllm_penalty_sched.step_log.records import TraceText, read_step_log
+from vllm_penalty_sched.step_log.summary import summarize_steps
 
 PERIOD_S = 10.0
 # vLLM names its processes: the engine core holds the scheduler, the worker the model and its KV.

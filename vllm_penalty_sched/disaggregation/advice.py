@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.curve import PenaltyCurve
 from vllm_penalty_sched.disaggregation.fluid import (
     PLANNED_SHARE,
     Service,
@@ -17,6 +16,7 @@ from vllm_penalty_sched.disaggregation.fluid import (
 from vllm_penalty_sched.disaggregation.pricing import Side, choose, offer_here
 from vllm_penalty_sched.disaggregation.traffic import Traffic
 from vllm_penalty_sched.errors import ConfigError
+from vllm_penalty_sched.learning.curve import PenaltyCurve
 from vllm_penalty_sched.policy import StepTimes
 
 # The penalty curve's set-up: so many requests at once, chunks and contexts of so many tokens.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_penalty_sched.nonnegative import improve
+from vllm_penalty_sched.learning.nonnegative import improve
 
 # Older hand-overs fade with this factor for each new one: a memory of about 100.
 _FADE = 1.0 - 1.0 / 100

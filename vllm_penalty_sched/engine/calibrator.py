@@ -12,25 +12,25 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from vllm_penalty_sched.calibration_grid import (
+from vllm_penalty_sched.calibration.grid import (
     CURVE_SERIES,
     GridPoint,
     GridSpec,
     estimate_work,
     plan_grid,
 )
-from vllm_penalty_sched.engine.point_measurer import PointMeasurer
-from vllm_penalty_sched.engine.stepped_engine import (
-    SteppedEngine,
-    make_stepped_config,
-    start_engine,
-)
-from vllm_penalty_sched.samples import (
+from vllm_penalty_sched.calibration.samples import (
     Sample,
     SamplesOrigin,
     read_samples,
     write_origin,
     write_sample,
+)
+from vllm_penalty_sched.engine.point_measurer import PointMeasurer
+from vllm_penalty_sched.engine.stepped_engine import (
+    SteppedEngine,
+    make_stepped_config,
+    start_engine,
 )
 
 # Time to measure that an engine gets whose start takes most of the grid's longest time.

@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 
 from vllm_penalty_sched.engine.learned_state import load_state
 from vllm_penalty_sched.errors import ConfigError
-from vllm_penalty_sched.latency import StepTimeModel, load_model
-from vllm_penalty_sched.model_state import Provenance
+from vllm_penalty_sched.learning.latency import StepTimeModel, load_model
+from vllm_penalty_sched.learning.model_state import Provenance
 from vllm_penalty_sched.settings import KEY, Settings, inert_settings, settings_in_json
 
 if TYPE_CHECKING:

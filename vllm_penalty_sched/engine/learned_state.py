@@ -9,8 +9,8 @@ from pathlib import Path
 
 from vllm_penalty_sched.errors import ModelFileError
 from vllm_penalty_sched.files import write_json
-from vllm_penalty_sched.latency import StepTimeModel, load_model
-from vllm_penalty_sched.model_state import ModelState, Provenance, state_to_json
+from vllm_penalty_sched.learning.latency import StepTimeModel, load_model
+from vllm_penalty_sched.learning.model_state import ModelState, Provenance, state_to_json
 
 log = logging.getLogger("vllm.penalty_sched")
 

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Sequence
 
-from vllm_penalty_sched.calibration_grid import GridPoint
+from vllm_penalty_sched.calibration.grid import GridPoint
+from vllm_penalty_sched.calibration.samples import Sample
 from vllm_penalty_sched.engine.stepped_engine import SteppedEngine, TimedShape
-from vllm_penalty_sched.samples import Sample
 
 # A point is measured at least so often, then until its times agree or enough time has passed, an
 # odd number of times for the median. Less than 0.15 s may lie within one stall of the machine.

@@ -32,7 +32,7 @@ from vllm_penalty_sched.simulation.traces import HASH_BLOCK_TOKENS, TraceRequest
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from vllm_penalty_sched.latency import StepTimeModel
+    from vllm_penalty_sched.learning.latency import StepTimeModel
     from vllm_penalty_sched.simulation.device import DeviceSpec
     from vllm_penalty_sched.simulation.link import LinkSpec
 

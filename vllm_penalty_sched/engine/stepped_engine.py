@@ -24,7 +24,7 @@ except ImportError:  # before it moved
     from vllm.utils import FlexibleArgumentParser
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.calibration_grid import EngineLimits
+from vllm_penalty_sched.calibration.grid import EngineLimits
 from vllm_penalty_sched.engine.composition import (
     read_composition,
     read_prefilling,

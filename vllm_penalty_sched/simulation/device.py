@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_penalty_sched.errors import ConfigError
-from vllm_penalty_sched.margin import ConformalMargin
+from vllm_penalty_sched.learning.margin import ConformalMargin
 from vllm_penalty_sched.simulation.cost_grids import MOST_CHUNK_TOKENS
 from vllm_penalty_sched.simulation.table_costs import StepCosts, largest_chunk
 

@@ -10,7 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.features import EDGES, KNOTS, MIXED_CONTEXTS, RAMP_TOKENS, TOKEN_TERMS
+from vllm_penalty_sched.learning.features import (
+    EDGES,
+    KNOTS,
+    MIXED_CONTEXTS,
+    RAMP_TOKENS,
+    TOKEN_TERMS,
+)
 
 MAX_PREFILL_TOKENS = 1 << 20
 """The most that ``largest_prefill`` returns: a model that has seen no slope cannot bound it."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.files import write_json
-from vllm_penalty_sched.plot_steps import draw_steps
-from vllm_penalty_sched.step_advice import advise
-from vllm_penalty_sched.step_log import StepLog, TraceText, read_step_log
-from vllm_penalty_sched.step_report import format_step_report
-from vllm_penalty_sched.step_summary import summarize_steps
+from vllm_penalty_sched.step_log.advice import advise
+from vllm_penalty_sched.step_log.plot import draw_steps
+from vllm_penalty_sched.step_log.records import StepLog, TraceText, read_step_log
+from vllm_penalty_sched.step_log.report import format_step_report
+from vllm_penalty_sched.step_log.summary import summarize_steps
 
 if TYPE_CHECKING:
     import argparse

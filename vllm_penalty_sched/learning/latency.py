@@ -13,19 +13,19 @@ import numpy as np
 
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.errors import ConfigError, ModelFileError, NotFittedError
-from vllm_penalty_sched.fading_sums import FadingSums
-from vllm_penalty_sched.features import RIDGE_WEIGHTS, SCALES, TERMS, term_matrix
 from vllm_penalty_sched.files import write_json
-from vllm_penalty_sched.machine_speed import MachineSpeed
-from vllm_penalty_sched.model_state import (
+from vllm_penalty_sched.learning.fading_sums import FadingSums
+from vllm_penalty_sched.learning.features import RIDGE_WEIGHTS, SCALES, TERMS, term_matrix
+from vllm_penalty_sched.learning.machine_speed import MachineSpeed
+from vllm_penalty_sched.learning.model_state import (
     ModelState,
     Provenance,
     state_from_json,
     state_to_json,
 )
-from vllm_penalty_sched.nonnegative import improve
-from vllm_penalty_sched.sizes_seen import SizesSeen
-from vllm_penalty_sched.step_cost import MAX_PREFILL_TOKENS, StepCost
+from vllm_penalty_sched.learning.nonnegative import improve
+from vllm_penalty_sched.learning.sizes_seen import SizesSeen
+from vllm_penalty_sched.learning.step_cost import MAX_PREFILL_TOKENS, StepCost
 
 __all__ = ["MAX_PREFILL_TOKENS", "StepTimeModel", "load_model"]
 

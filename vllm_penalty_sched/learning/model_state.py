@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_penalty_sched.errors import ModelFileError
-from vllm_penalty_sched.features import TERMS
+from vllm_penalty_sched.learning.features import TERMS
 
 SCHEMA = "vllm_penalty_sched/step-time-model/2"
 

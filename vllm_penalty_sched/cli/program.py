@@ -12,14 +12,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from vllm_penalty_sched import advise_commands, simulation_commands, step_log_commands
-from vllm_penalty_sched.calibration_grid import FULL, QUICK
+from vllm_penalty_sched.calibration.fitting import CurveFit, StepFit, fit_curve, fit_step_time
+from vllm_penalty_sched.calibration.grid import FULL, QUICK
+from vllm_penalty_sched.calibration.samples import Sample, SamplesOrigin, read_samples
+from vllm_penalty_sched.cli import advise_commands, simulation_commands, step_log_commands
 from vllm_penalty_sched.errors import ConfigError, MissingDependencyError, PenaltySchedError
 from vllm_penalty_sched.files import write_json
-from vllm_penalty_sched.fitting import CurveFit, StepFit, fit_curve, fit_step_time
-from vllm_penalty_sched.latency import load_model
+from vllm_penalty_sched.learning.latency import load_model
 from vllm_penalty_sched.plot import draw_fit
-from vllm_penalty_sched.samples import Sample, SamplesOrigin, read_samples
 from vllm_penalty_sched.serving import demo
 from vllm_penalty_sched.serving.run_record import describe_hardware, record_run, vllm_version
 from vllm_penalty_sched.serving.server import CPU_KV_CACHE_GIB, serves_on_cpu

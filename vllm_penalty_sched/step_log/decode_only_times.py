@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm_penalty_sched.step_log import StepTable
+    from vllm_penalty_sched.step_log.records import StepTable
 
 # So many decode-only steps are compared with: enough to even out noise.
 NEIGHBOURS = 9

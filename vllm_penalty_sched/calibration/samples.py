@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.errors import ConfigError
-from vllm_penalty_sched.model_state import Provenance
+from vllm_penalty_sched.learning.model_state import Provenance
 
 SCHEMA = "vllm_penalty_sched/samples/1"
 COMMENT = "# "

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_penalty_sched.features import EDGES, TERMS
+from vllm_penalty_sched.learning.features import EDGES, TERMS
 
 # A size is known once so many steps between the same two edges were learned from.
 _ENOUGH = 3

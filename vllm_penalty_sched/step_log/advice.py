@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from vllm_penalty_sched.decode_only_times import estimate_decode_only_s
 from vllm_penalty_sched.policy import Reason
-from vllm_penalty_sched.step_log import StepTable
-from vllm_penalty_sched.step_summary import StepSummary
+from vllm_penalty_sched.step_log.decode_only_times import estimate_decode_only_s
+from vllm_penalty_sched.step_log.records import StepTable
+from vllm_penalty_sched.step_log.summary import StepSummary
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm_penalty_sched.step_log import StepLog
+    from vllm_penalty_sched.step_log.records import StepLog
 
 # Shares from which a rule fires; below them it is noise, or not worth a change.
 INFEASIBLE_TIME_SHARE = 0.01

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_penalty_sched.calibration_grid import CURVE_SERIES
-from vllm_penalty_sched.curve import PenaltyCurve
+from vllm_penalty_sched.calibration.grid import CURVE_SERIES
 from vllm_penalty_sched.errors import ConfigError
-from vllm_penalty_sched.latency import StepTimeModel
+from vllm_penalty_sched.learning.curve import PenaltyCurve
+from vllm_penalty_sched.learning.latency import StepTimeModel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vllm_penalty_sched.batch import BatchShape
-    from vllm_penalty_sched.samples import Sample
+    from vllm_penalty_sched.calibration.samples import Sample
 
 FOLDS = 5
 

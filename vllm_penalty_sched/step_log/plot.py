@@ -17,15 +17,15 @@ from vllm_penalty_sched.plot import (
     save_figure,
 )
 from vllm_penalty_sched.policy import Reason
-from vllm_penalty_sched.step_log import StepTable
-from vllm_penalty_sched.step_summary import run_starts
+from vllm_penalty_sched.step_log.records import StepTable
+from vllm_penalty_sched.step_log.summary import run_starts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from vllm_penalty_sched.step_log import StepLog
+    from vllm_penalty_sched.step_log.records import StepLog
 
 # More points than twice this many are thinned to the first and the highest of so many groups.
 _GROUPS = 2000

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.features import TERMS, term_matrix
-from vllm_penalty_sched.model_state import LearnedSums
+from vllm_penalty_sched.learning.features import TERMS, term_matrix
+from vllm_penalty_sched.learning.model_state import LearnedSums
 
 # Older steps fade with this factor for each new one: a memory of about 2,000 steps.
 _FADE = 1.0 - 1.0 / 2000

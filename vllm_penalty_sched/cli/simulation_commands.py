@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from vllm_penalty_sched import simulation_arguments
+from vllm_penalty_sched.cli import simulation_arguments
 from vllm_penalty_sched.errors import MissingDependencyError
 from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.plot import require_matplotlib
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
+    from vllm_penalty_sched.cli.simulation_arguments import Window
     from vllm_penalty_sched.simulation.goodput import ServedRequest
-    from vllm_penalty_sched.simulation_arguments import Window
 
 MEASURES = ("own_p99_gap", "tpot", "deadline")
 _Result = TypeVar("_Result")

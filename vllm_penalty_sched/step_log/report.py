@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_penalty_sched.step_advice import Advice
-    from vllm_penalty_sched.step_summary import PredictionError, StepSummary
+    from vllm_penalty_sched.step_log.advice import Advice
+    from vllm_penalty_sched.step_log.summary import PredictionError, StepSummary
 
 _WIDTH, _INDENT = 92, 22
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_penalty_sched.decode_only_times import estimate_decode_only_s
 from vllm_penalty_sched.policy import Reason
-from vllm_penalty_sched.step_log import StepTable
+from vllm_penalty_sched.step_log.decode_only_times import estimate_decode_only_s
+from vllm_penalty_sched.step_log.records import StepTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm_penalty_sched.step_log import StepLog
+    from vllm_penalty_sched.step_log.records import StepLog
 
 # Reasons under which prefills wait for the decodes' sake.
 WAITING = (Reason.DEFERRED, Reason.HELD, Reason.INFEASIBLE, Reason.AGED)

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_penalty_sched.cli.simulation_arguments import DEFAULT_SYNTHETIC_S, read_trace
 from vllm_penalty_sched.disaggregation.advice import Advice, advise
 from vllm_penalty_sched.disaggregation.fluid import Service
 from vllm_penalty_sched.disaggregation.traffic import Traffic
 from vllm_penalty_sched.errors import ConfigError
 from vllm_penalty_sched.files import write_json
-from vllm_penalty_sched.latency import load_model
+from vllm_penalty_sched.learning.latency import load_model
 from vllm_penalty_sched.serving.live_traffic import watch_server
 from vllm_penalty_sched.serving.progress import elapsed_time
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.simulation.link import DEFAULT_BANDWIDTH_BYTES_PER_S, kv_bytes_per_token
 from vllm_penalty_sched.simulation.plan import BLOCK_TOKENS, EngineSize
 from vllm_penalty_sched.simulation.traces import cut_window, draw_poisson
-from vllm_penalty_sched.simulation_arguments import DEFAULT_SYNTHETIC_S, read_trace
 
 if TYPE_CHECKING:
-    from vllm_penalty_sched.latency import StepTimeModel
+    from vllm_penalty_sched.learning.latency import StepTimeModel
 
 _MOST_GPUS = 64
 

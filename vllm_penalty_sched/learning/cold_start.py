@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from vllm_penalty_sched.curve import PenaltyCurve
+from vllm_penalty_sched.learning.curve import PenaltyCurve
 
 # The published curve is trusted up to this many prefill tokens.
 FIRST_CHUNK_TOKENS = 64

@@ -1,0 +1,1 @@
+"""Learn what a step takes, and how far off the predictions are."""
