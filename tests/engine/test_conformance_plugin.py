@@ -41,7 +41,12 @@ def test_a_test_of_vllms_gets_our_class_and_its_end_is_written_down(tmp_path: Pa
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
-                [str(REPOSITORY / "tests" / "conformance"), os.environ.get("PYTHONPATH", "")]
+                str(path)
+                for path in (
+                    REPOSITORY / "tests" / "conformance",
+                    os.environ.get("PYTHONPATH", ""),
+                    REPOSITORY,
+                )
             ),
             "CONFORMANCE_PASS": "enforce",
             "CONFORMANCE_OUTCOMES": str(outcomes),
