@@ -79,7 +79,7 @@ def server_soak(results: Path) -> str:
         ["ran", *(f"{run['minutes']:g} min" for run in sides.values())],
         ["requests", *(str(run["requests"]) for run in sides.values())],
         [
-            "kinds of error lines in the log",
+            "kinds of error lines while it served",
             *(str(len(run["error_lines"])) for run in sides.values()),
         ],
         ["steps within the SLO", "", f"{found['penalty']['slo_held_share']:.2%}"],

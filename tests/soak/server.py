@@ -111,7 +111,8 @@ def soak(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, An
                 )
 
         asyncio.run(load.run(60 * minutes, watch, PERIOD_S))
-    log = spec.log_path.read_text(encoding="utf-8", errors="replace")
+        # Before it stops: its API server may find its engine gone a moment sooner, and says so.
+        log = spec.log_path.read_text(encoding="utf-8", errors="replace")
     found = {
         "minutes": minutes,
         "requests": load.seen.total(),
