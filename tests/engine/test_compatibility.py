@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +29,7 @@ from vllm_penalty_sched.engine.compatibility import find_problems  # noqa: E402
 from vllm_penalty_sched.engine.virtual_config import make_scheduler, make_vllm_config  # noqa: E402
 
 SETTINGS = {"tbt_slo_ms": 20.0}
+DIFFUSION = "vllm.v1.core.sched.diffusion_scheduler"
 
 
 class Changed:
@@ -313,8 +315,9 @@ def test_a_diffusion_model_gets_the_scheduler_that_vllm_has_for_it(
 
     assert not isinstance(scheduler, Scheduler)
     assert isinstance(scheduler, AsyncScheduler) is is_async
-    if find_spec("vllm.v1.core.sched.diffusion_scheduler"):
-        assert type(scheduler).__name__ == f"Diffusion{'Async' if is_async else ''}Scheduler"
+    own = f"Diffusion{'Async' if is_async else ''}Scheduler"
+    if find_spec(DIFFUSION) and hasattr(import_module(DIFFUSION), own):
+        assert type(scheduler).__name__ == own
     (warning,) = warnings_of(caplog)
     assert "diffusion models" in warning
 

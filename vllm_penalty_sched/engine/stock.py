@@ -5,13 +5,11 @@ The module itself loads whatever vLLM has moved; vLLM's classes are imported ins
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 _FOLDER = "vllm.v1.core.sched"
-# The diffusion models of versions before it (0.28-0.30) take the ordinary classes.
-_FOR_DIFFUSION = f"{_FOLDER}.diffusion_scheduler"
 
 
 def config_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -26,15 +24,19 @@ def is_diffusion(vllm_config: Any) -> bool:
 
 def make_stock_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Return the scheduler that vLLM would have made of a scheduler's constructor arguments."""
-    config = config_in(args, kwargs)
-    is_async = config.scheduler_config.async_scheduling
-    if is_diffusion(config) and find_spec(_FOR_DIFFUSION) is not None:
-        module, name = (
-            _FOR_DIFFUSION,
-            "DiffusionAsyncScheduler" if is_async else "DiffusionScheduler",
-        )
-    elif is_async:
-        module, name = f"{_FOLDER}.async_scheduler", "AsyncScheduler"
-    else:
-        module, name = f"{_FOLDER}.scheduler", "Scheduler"
-    return getattr(import_module(module), name)(*args, **kwargs)
+    return _stock_class(config_in(args, kwargs))(*args, **kwargs)
+
+
+def _stock_class(vllm_config: Any) -> Any:
+    is_async = vllm_config.scheduler_config.async_scheduling
+    ordinary = ("async_scheduler", "AsyncScheduler") if is_async else ("scheduler", "Scheduler")
+    if is_diffusion(vllm_config):
+        own = "DiffusionAsyncScheduler" if is_async else "DiffusionScheduler"
+        # Before 0.31 diffusion models take the ordinary classes, in 0.31 the sync one.
+        with suppress(ImportError, AttributeError):
+            return _find("diffusion_scheduler", own)
+    return _find(*ordinary)
+
+
+def _find(module: str, name: str) -> Any:
+    return getattr(import_module(f"{_FOLDER}.{module}"), name)
