@@ -17,18 +17,13 @@ pytest.importorskip("vllm")
 
 from vllm_penalty_sched.serving.server import serves_on_cpu  # noqa: E402
 
-LONGEST_S = 600.0
+LONGEST_S = 1200.0
 LATE_TOKENS = 20
+LONG = 700  # tokens of the prompts that come late
 # Runs in which our scheduler plans beside decodes; prompts that stay whole are not cut by it.
-CHUNKED = (
-    "lora",
-    "prefix_caching",
-    "structured_output",
-    "speculative_decoding",
-    "audio",
-)
+CHUNKED = ("lora", "prefix_caching", "structured_output", "speculative_decoding")
 WHOLE = ("without_chunking", "encoder_decoder")
-STEERED = (*CHUNKED, *WHOLE, "unchunked_audio")
+STEERED = (*CHUNKED, *WHOLE, "audio", "unchunked_audio")
 
 
 @dataclass(frozen=True)
@@ -102,11 +97,12 @@ def test_every_request_ends_and_leaves_nothing_behind(run: Run) -> None:
 
 @of(*CHUNKED)
 def test_prompts_are_cut_to_what_the_slo_allows(run: Run) -> None:
-    late = [name for name in run.ends if not name.startswith("decode")]
+    largest = max(
+        sum(tokens for name, tokens in step["granted"].items() if name not in step["decode_needs"])
+        for step in run.beside_decodes()
+    )
 
-    assert late
-    assert any(run.granted(name)[0] < run.ends[name]["prompt_tokens"] for name in late)
-    assert run.reasons.keys() & {"slo", "cold"}
+    assert 0 < largest < LONG  # stock vLLM fills its budget of 2,048 tokens
 
 
 @of("lora")
