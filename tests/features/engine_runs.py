@@ -22,9 +22,8 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 os.environ["PENALTY_SCHED_STRICT"] = "1"
-# One thread on one core, before torch counts them: where other programs run, threads that wait for
-# each other in every layer take minutes.
-os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+# Where other programs run, threads that wait for each other in every layer take minutes.
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
@@ -46,7 +45,7 @@ from vllm_penalty_sched.serving.tiny_model import TinyModelSpec, make_tiny_model
 
 OURS = "vllm_penalty_sched.Scheduler"
 # Of the decode-only time that the engine learns: room for chunks, none for whole prompts.
-TBT_SLO_SCALE = 4.0
+SETTINGS = {"tbt_slo_scale": 4.0, "max_defer_s": 0.3}
 LONGEST_RUN_S = 240.0
 # Tokens of each request that decodes: enough to go on for longer than max_defer_s.
 DECODED = 250
@@ -65,7 +64,7 @@ class FeatureEngine:
             dtype="float32",
             enforce_eager=True,
             scheduler_cls=scheduler_cls,
-            additional_config={"penalty_sched": {"tbt_slo_scale": TBT_SLO_SCALE}},
+            additional_config={"penalty_sched": SETTINGS},
             **{"max_model_len": 2048, **options},
         )
         self._engine = LLMEngine.from_engine_args(args)
