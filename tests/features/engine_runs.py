@@ -93,10 +93,10 @@ class FeatureEngine:
     def embed(self, name: str, prompt: Any) -> None:
         self._engine.add_request(name, prompt, PoolingParams(task="embed"))
 
-    def decode(self, prompts: Sequence[Any], *, output: int) -> None:
+    def decode(self, prompts: Sequence[Any]) -> None:
         """Start a request on each prompt and run until the engine knows what its steps take."""
         for index, prompt in enumerate(prompts):
-            self.add(f"decode-{index}", prompt, output)
+            self.add(f"decode-{index}", prompt, DECODED)
         for _ in range(50):
             self.step()
 
@@ -143,8 +143,8 @@ def tokens(length: int, seed: int) -> TokensPrompt:
     return TokensPrompt(prompt_token_ids=ids)
 
 
-def short_prompts(count: int = 6) -> list[TokensPrompt]:
-    return [tokens(20 + index, index) for index in range(count)]
+def short_prompts() -> list[TokensPrompt]:
+    return [tokens(20 + index, index) for index in range(6)]
 
 
 def sound(seconds: float, seed: int) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def run_lora(folder: Path) -> dict[str, Any]:
     engine = FeatureEngine(
         llama_in(folder), enable_lora=True, max_loras=1, max_cpu_loras=2, max_lora_rank=LORA_RANK
     )
-    engine.decode(short_prompts(), output=DECODED)
+    engine.decode(short_prompts())
     for index in range(6):
         number = 1 + index % 2
         lora = LoRARequest(f"adapter-{number}", number, str(folder / f"adapter-{number}"))
@@ -174,7 +174,7 @@ def run_lora(folder: Path) -> dict[str, Any]:
 
 def run_prefix_caching(folder: Path) -> dict[str, Any]:
     engine = FeatureEngine(llama_in(folder))
-    engine.decode(short_prompts(), output=DECODED)
+    engine.decode(short_prompts())
     for name in ("first", "second"):
         engine.add(name, tokens(LONG, 0), 20)
         for _ in range(60):
@@ -185,7 +185,7 @@ def run_prefix_caching(folder: Path) -> dict[str, Any]:
 def run_structured_output(folder: Path) -> dict[str, Any]:
     compact = {"backend": "xgrammar", "disable_any_whitespace": True}
     engine = FeatureEngine(llama_in(folder), structured_outputs_config=compact)
-    engine.decode(short_prompts(), output=DECODED)
+    engine.decode(short_prompts())
     for index in range(4):
         place = StructuredOutputsParams(json=PLACE)
         prompt = tokens(LONG, index)
@@ -198,7 +198,7 @@ def run_speculative_decoding(folder: Path) -> dict[str, Any]:
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     engine = FeatureEngine(llama_in(folder), speculative_config={**drafts, "prompt_lookup_min": 1})
     repeated = [tokens(8, index)["prompt_token_ids"] for index in range(6)]
-    engine.decode([TokensPrompt(prompt_token_ids=5 * ids) for ids in repeated], output=DECODED)
+    engine.decode([TokensPrompt(prompt_token_ids=5 * ids) for ids in repeated])
     for index in range(4):
         engine.add(f"late-{index}", tokens(LONG, index), 30)
     return engine.finish()
@@ -208,7 +208,7 @@ def run_without_chunking(folder: Path) -> dict[str, Any]:
     engine = FeatureEngine(
         llama_in(folder), enable_chunked_prefill=False, max_num_batched_tokens=2048
     )
-    engine.decode(short_prompts(), output=DECODED)
+    engine.decode(short_prompts())
     for index, length in enumerate((300, 40, 250)):
         engine.add(f"whole-{index}", tokens(length, index), 20)
     return engine.finish()
@@ -226,7 +226,7 @@ def run_audio(folder: Path, *, disable_chunked_mm_input: bool = False) -> dict[s
         text = "what is it? " * 8 + "<|audio_bos|><|AUDIO|><|audio_eos|>"
         return {"prompt": text, "multi_modal_data": sound(seconds, seed)}
 
-    engine.decode([heard(1.0, seed) for seed in range(4)], output=DECODED)
+    engine.decode([heard(1.0, seed) for seed in range(4)])
     for index in range(4):
         engine.add(f"late-{index}", heard(5.0, 10 + index), 20)
     return engine.finish()
@@ -244,7 +244,7 @@ def run_encoder_decoder(folder: Path) -> dict[str, Any]:
         encoder = {"prompt": "", "multi_modal_data": sound(3.0, seed)}
         return {"encoder_prompt": encoder, "decoder_prompt": "<|startoftranscript|>"}
 
-    engine.decode([spoken(seed) for seed in range(4)], output=DECODED)
+    engine.decode([spoken(seed) for seed in range(4)])
     for index in range(4):
         engine.add(f"late-{index}", spoken(10 + index), 20)
     return engine.finish()
@@ -283,6 +283,10 @@ def write_run(name: str, folder: Path) -> None:
         facts = RUNS[name](models)
     except Exception:  # noqa: BLE001  # the test tells it
         facts = {"error": traceback.format_exc()}
+    write_facts(name, folder, facts)
+
+
+def write_facts(name: str, folder: Path, facts: Mapping[str, Any]) -> None:
     (folder / f"{name}.json").write_text(json.dumps(facts))
 
 
@@ -294,8 +298,10 @@ def main(folder: Path) -> None:
         process.join(LONGEST_RUN_S)
         if process.is_alive():
             process.kill()
-            error = f"still running after {LONGEST_RUN_S:.0f} s"
-            (folder / f"{name}.json").write_text(json.dumps({"error": error}))
+            process.join()
+        if process.exitcode:
+            error = f"exit status {process.exitcode}, at most {LONGEST_RUN_S:.0f} s: see the log"
+            write_facts(name, folder, {"error": error})
         print(f"{name}: exit status {process.exitcode}", flush=True)
 
 
