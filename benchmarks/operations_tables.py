@@ -95,7 +95,7 @@ def server_soak(results: Path) -> str:
 
 def _growth(memory_mib: Sequence[Sequence[float]], slope: float) -> str:
     first, last = memory_mib[0][1], memory_mib[-1][1]
-    return f"{first:,.0f} to {last:,.0f} MiB; {slope:+.0f} MiB/h"
+    return f"{first:,.0f} to {last:,.0f} MiB; {round(slope):+d} MiB/h"
 
 
 def real_pair(results: Path) -> str:
