@@ -59,6 +59,15 @@ def make_steered(*, is_async: bool, **options: object) -> VirtualEngine:
     return engine
 
 
+def make_steered_with_cached_prompt(*, is_async: bool) -> tuple[VirtualEngine, list[int]]:
+    """Such an engine, and 400 tokens that it has just prefilled."""
+    engine = make_steered(is_async=is_async)
+    shared = prompt(400)
+    engine.scheduler.add_request(make_request("first", shared, 5))
+    longest_wait_s(engine, "first")
+    return engine, shared
+
+
 def tokens_of(steps: Sequence[VirtualStep], name: str) -> list[int]:
     granted = [step.output.num_scheduled_tokens.get(name, 0) for step in steps]
     return [tokens for tokens in granted if tokens]
@@ -74,10 +83,7 @@ def every_decode_got_its_tokens(steps: Sequence[VirtualStep]) -> bool:
 
 @both_modes
 def test_beside_prefix_caching_only_what_is_not_cached_is_prefilled(is_async: bool) -> None:
-    engine = make_steered(is_async=is_async)
-    shared = prompt(400)
-    engine.scheduler.add_request(make_request("first", shared, 5))
-    longest_wait_s(engine, "first")
+    engine, shared = make_steered_with_cached_prompt(is_async=is_async)
     before = len(engine.steps)
     engine.scheduler.add_request(make_request("second", shared, 5))
 
@@ -90,10 +96,7 @@ def test_beside_prefix_caching_only_what_is_not_cached_is_prefilled(is_async: bo
 
 @both_modes
 def test_a_sliding_window_that_must_be_replayed_is_planned_with_the_rest(is_async: bool) -> None:
-    engine = make_steered(is_async=is_async)
-    shared = prompt(400)
-    engine.scheduler.add_request(make_request("first", shared, 5))
-    longest_wait_s(engine, "first")
+    engine, shared = make_steered_with_cached_prompt(is_async=is_async)
     if not hasattr(engine.scheduler, "prefix_replay_tokens"):
         pytest.skip("this vLLM replays no sliding window")
     engine.scheduler.prefix_replay_tokens = 32

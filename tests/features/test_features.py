@@ -18,8 +18,6 @@ pytest.importorskip("vllm")
 from vllm_penalty_sched.serving.server import serves_on_cpu  # noqa: E402
 
 LONGEST_S = 1200.0
-LATE_TOKENS = 20
-LONG = 700  # tokens of the prompts that come late
 # Runs in which our scheduler plans beside decodes; prompts that stay whole are not cut by it.
 CHUNKED = ("lora", "prefix_caching", "structured_output", "speculative_decoding")
 WHOLE = ("without_chunking", "encoder_decoder")
@@ -110,7 +108,8 @@ def test_prompts_are_cut_to_what_the_slo_allows(run: Run) -> None:
         for step in run.beside_decodes()
     )
 
-    assert 0 < largest < LONG  # stock vLLM fills its budget of 2,048 tokens
+    longest_prompt = max(end["prompt_tokens"] for end in run.ends.values())
+    assert 0 < largest < longest_prompt  # stock vLLM fills its budget of 2,048 tokens
 
 
 @of("lora")
@@ -170,11 +169,11 @@ def test_each_sound_is_encoded_once(run: Run) -> None:
 
 @of("unchunked_audio")
 def test_a_sound_that_must_not_be_cut_is_not(run: Run) -> None:
-    late = [name for name in run.ends if name.startswith("late")]
+    late = {name: end for name, end in run.ends.items() if name.startswith("late")}
 
     assert len(late) == 4
-    for name in late:
-        chunks = run.granted(name)[: -(LATE_TOKENS - 1)]
+    for name, end in late.items():
+        chunks = run.granted(name)[: 1 - len(end["tokens"])]
         assert max(chunks) >= 125, chunks  # 5 s of sound
 
 
