@@ -78,10 +78,15 @@ def calibrated(model: str, tmp_path_factory: pytest.TempPathFactory) -> Calibrat
 
 
 def start(command: list[str], environment: dict[str, str]) -> subprocess.Popen:
-    return subprocess.Popen(
-        command, env=environment, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    # A shell's background job ignores ctrl-C, and so would all that it starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            command, env=environment, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def wait_for_samples(path: Path, process: subprocess.Popen, *, least: int) -> None:

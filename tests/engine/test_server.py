@@ -86,40 +86,31 @@ def example(name: str, *arguments: str) -> str:
 
 
 def decode_only_ms(served: Served) -> float:
-    (trace,) = stream_load(
-        served.url,
-        [StreamRequest(prompt_token_ids=prompt(32, 0), output_tokens=100)],
-        model=served.model,
-    )
-    return 1e3 * float(np.median(np.diff(trace.arrivals_s)))
+    load = [
+        StreamRequest(prompt_token_ids=prompt(32, seed), output_tokens=100) for seed in range(5)
+    ]
+    traces = stream_load(served.url, load, model=served.model)
+    return 1e3 * max(np.ptp(trace.arrivals_s) / (trace.output_tokens - 1) for trace in traces)
 
 
 def test_the_tightest_requests_slo_rules_and_the_budget_widens_when_it_ends(
     served: Served,
 ) -> None:
-    # Every length and SLO follows from the machine's own decode speed, so that the backlog
-    # outlives the tight request on a fast machine as on a slow one.
-    alone_ms = decode_only_ms(served)
+    # The SLOs follow from the machine's own decode speed. The prompts come right behind the
+    # requests that decode, so that only numbers of tokens say which of them outlives which.
+    alone_ms = float(np.median([decode_only_ms(served) for _ in range(3)]))
     tight_slo_ms, slo_ms = 4.0 * alone_ms, 10.0 * alone_ms
-    backlog_at_s = 0.5
-    tokens_before_backlog = int(1e3 * backlog_at_s / alone_ms)
     steady = [
         StreamRequest(
-            prompt_token_ids=prompt(32, seed),
-            output_tokens=tokens_before_backlog + 400,
-            xargs={"tbt_slo_ms": slo_ms},
+            prompt_token_ids=prompt(32, seed), output_tokens=700, xargs={"tbt_slo_ms": slo_ms}
         )
         for seed in range(4)
     ]
     tight = StreamRequest(
-        prompt_token_ids=prompt(16, 50),
-        output_tokens=tokens_before_backlog + 100,
-        xargs={"tbt_slo_ms": tight_slo_ms},
+        prompt_token_ids=prompt(16, 50), output_tokens=300, xargs={"tbt_slo_ms": tight_slo_ms}
     )
     long = [
-        StreamRequest(
-            prompt_token_ids=prompt(3000, 100 + i), output_tokens=2, send_at_s=backlog_at_s
-        )
+        StreamRequest(prompt_token_ids=prompt(3000, 100 + i), output_tokens=2, send_at_s=0.05)
         for i in range(16)
     ]
 
@@ -128,14 +119,15 @@ def test_the_tightest_requests_slo_rules_and_the_budget_widens_when_it_ends(
     assert [trace.error for trace in traces] == [None] * len(traces)
     steady_s = np.array(traces[0].arrivals_s)
     gaps_ms = 1e3 * np.diff(steady_s)
-    tight_ended_s = traces[4].arrivals_s[-1]
+    first_long_s = min(trace.sent_s for trace in traces[5:])
     last_long_s = max(trace.arrivals_s[0] for trace in traces[5:])
-    while_tight = gaps_ms[(steady_s[:-1] > backlog_at_s) & (steady_s[1:] < tight_ended_s)][10:]
+    tight_ended_s = traces[4].arrivals_s[-1]
+    while_tight = gaps_ms[(steady_s[:-1] > first_long_s) & (steady_s[1:] < tight_ended_s)][10:]
     after_tight = gaps_ms[(steady_s[:-1] > tight_ended_s) & (steady_s[1:] < last_long_s)][5:]
     assert len(while_tight) > 20
     assert len(after_tight) > 20
     assert np.median(while_tight) <= tight_slo_ms
-    assert np.median(after_tight) > 1.5 * np.median(while_tight)
+    assert np.median(after_tight) > 1.25 * np.median(while_tight)
     assert np.median(after_tight) <= slo_ms
 
 
