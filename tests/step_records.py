@@ -64,6 +64,7 @@ def line_of(record: StepRecord, **changes: Any) -> str:
         "decode_tokens": shape.decode_tokens,
         "decode_context": shape.decode_context,
         "prefills": shape.prefills,
+        "encoder_tokens": shape.encoder_tokens,
         "prefill_ratio": round(shape.prefill_ratio, 6),
         "reason": record.reason,
         "budget_tokens": record.budget_tokens,

@@ -11,11 +11,13 @@ chunks = st.tuples(st.integers(1, 2048), st.integers(0, 8192))
 def shapes(draw: st.DrawFn, *, with_prefill: bool | None = None) -> BatchShape:
     seqs = draw(st.integers(0 if with_prefill else 1, 256))
     least, most = {None: (0, 3), True: (1, 3), False: (0, 0)}[with_prefill]
+    prefills = tuple(draw(st.lists(chunks, min_size=least, max_size=most)))
     return BatchShape(
-        prefills=tuple(draw(st.lists(chunks, min_size=least, max_size=most))),
+        prefills=prefills,
         decode_seqs=seqs,
         decode_tokens=seqs,
         decode_context=seqs * draw(st.integers(1, 8192)),
+        encoder_tokens=draw(st.integers(0, 4096)) if prefills else 0,
     )
 
 
@@ -28,6 +30,7 @@ def with_more(
         decode_seqs=shape.decode_seqs + more_seqs,
         decode_tokens=shape.decode_tokens + more_seqs,
         decode_context=shape.decode_context + more_context,
+        encoder_tokens=shape.encoder_tokens + other.encoder_tokens,
     )
 
 

@@ -17,6 +17,8 @@ class BatchShape:
         decode_seqs: Requests that decode in this step.
         decode_tokens: Tokens that they compute; above ``decode_seqs`` with speculative decoding.
         decode_context: Sum of the decodes' context lengths, tokens.
+        encoder_tokens: Prompt tokens of the images, sounds or videos that an encoder works on in
+            this step, whole ones, ahead of the chunks that hold them.
 
     Raises:
         ConfigError: If a count is negative, or a chunk has no new token.
@@ -26,11 +28,14 @@ class BatchShape:
     decode_seqs: int = 0
     decode_tokens: int = 0
     decode_context: int = 0
+    encoder_tokens: int = 0
 
     def __post_init__(self) -> None:
         counts = (self.decode_seqs, self.decode_tokens, self.decode_context)
         if min(counts) < 0:
             raise ConfigError(f"decode counts must be >= 0, got {counts}")
+        if self.encoder_tokens < 0:
+            raise ConfigError(f"encoder_tokens must be >= 0, got {self.encoder_tokens}")
         for new, cached in self.prefills:
             if new < 1 or cached < 0:
                 raise ConfigError(
@@ -54,10 +59,20 @@ class BatchShape:
 
     def without_prefill(self) -> BatchShape:
         """Return the same step with its decodes only."""
-        return replace(self, prefills=())
+        return replace(self, prefills=(), encoder_tokens=0)
 
-    def with_prefill(self, new: int, cached: int) -> BatchShape:
-        """Return the same step with one more prefill chunk; unchanged if ``new`` is 0."""
+    def with_prefill(self, new: int, cached: int, encoder_tokens: int = 0) -> BatchShape:
+        """Return the same step with one more prefill chunk; unchanged if ``new`` is 0.
+
+        Args:
+            new: Tokens of the chunk.
+            cached: Tokens of the same request computed before it.
+            encoder_tokens: What the encoder works on for it.
+        """
         if new == 0:
             return self
-        return replace(self, prefills=(*self.prefills, (new, cached)))
+        return replace(
+            self,
+            prefills=(*self.prefills, (new, cached)),
+            encoder_tokens=self.encoder_tokens + encoder_tokens,
+        )

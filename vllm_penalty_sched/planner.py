@@ -222,7 +222,8 @@ class Planner:
         was_cold = self.is_cold
         self._learn_speed(shape, seconds, decision)
         predicted_s = self.model.observe(shape, seconds)
-        if shape.decode_seqs and predicted_s is not None and not was_cold:
+        is_judged = shape.decode_seqs and not was_cold and not shape.encoder_tokens
+        if is_judged and predicted_s is not None:
             self._learn_noise(shape, seconds, predicted_s, decision)
         self._cold_start.observe(
             decode_seqs=shape.decode_seqs,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -61,12 +61,20 @@ class PrefillDemand:
         cached: Tokens computed before, or found in the prefix cache.
         minimum: The fewest tokens that vLLM can give it in one step, at most ``remaining``.
         is_waiting: Whether it is not admitted yet.
+        to_encode: ``(position, tokens)`` of each image or sound that is not encoded yet, in order:
+            a chunk that reaches beyond the position makes an encoder work on all of its tokens.
     """
 
     remaining: int
     cached: int
     minimum: int = 1
     is_waiting: bool = False
+    to_encode: tuple[tuple[int, int], ...] = ()
+
+    def encoder_tokens(self, new: int) -> int:
+        """Return what the encoder works on for a chunk of so many tokens."""
+        end = self.cached + new
+        return sum(tokens for position, tokens in self.to_encode if position < end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,16 +222,37 @@ def _fill(
     for demand in state.demands:
         if demand.is_waiting and _must_hold(state, shape, demand, model, infeasible=infeasible):
             return _Fill(tokens, shape, False, True)
-        fits = min(demand.remaining, room - tokens)
+        fits = max(0, min(demand.remaining, room - tokens))
         if model is not None:
-            fits = model.largest_prefill(shape, demand.cached, limit_s, max(0, fits))
-        if fits < _least(demand):
+            fits = _largest_chunk(model, shape, demand, limit_s, fits)
+        if fits < _least(demand, fits):
             return _Fill(tokens, shape, False, False)
         tokens += fits
-        shape = shape.with_prefill(fits, demand.cached)
+        shape = shape.with_prefill(fits, demand.cached, demand.encoder_tokens(fits))
         if fits < demand.remaining:
             return _Fill(tokens, shape, False, False)
     return _Fill(tokens, shape, True, False)
+
+
+def _largest_chunk(
+    model: StepTimes, shape: BatchShape, demand: PrefillDemand, limit_s: float, most: int
+) -> int:
+    """Return the most tokens of a demand, up to ``most``, that keep to the limit.
+
+    A chunk ends before an image, or pays for the whole of it.
+    """
+    fits = encoder_tokens = 0
+    ends = [(position - demand.cached, tokens) for position, tokens in demand.to_encode]
+    for end, tokens in (*ends, (most, 0)):
+        longest = min(end, most)
+        if longest > fits:
+            ahead = replace(shape, encoder_tokens=shape.encoder_tokens + encoder_tokens)
+            within = model.largest_prefill(ahead, demand.cached, limit_s, longest)
+            fits = max(fits, within)
+            if within < longest:
+                break
+        encoder_tokens += tokens
+    return fits
 
 
 def _within_proportion(state: StepState, model: StepTimes, limit_s: float) -> int:
@@ -236,8 +265,10 @@ def _within_proportion(state: StepState, model: StepTimes, limit_s: float) -> in
     return int(state.seen_tokens * max(1.0, spare_s / seen_s))
 
 
-def _least(demand: PrefillDemand) -> int:
-    return min(demand.remaining, max(demand.minimum, USEFUL_TOKENS))
+def _least(demand: PrefillDemand, new: int) -> int:
+    # With an encoder's work done a chunk of any size was worth its step.
+    useful = 1 if demand.encoder_tokens(new) else USEFUL_TOKENS
+    return min(demand.remaining, max(demand.minimum, useful))
 
 
 def _must_hold(
@@ -274,7 +305,7 @@ def _aged_or(
     if not tokens and state.starved_s >= state.max_defer_s:
         head = state.demands[0]
         reason, tokens = Reason.AGED, _aged_tokens(state, head, model)
-        shape = shape.with_prefill(tokens, head.cached)
+        shape = shape.with_prefill(tokens, head.cached, head.encoder_tokens(tokens))
     return Decision(
         reason=reason,
         prefill_tokens=tokens,
@@ -292,5 +323,5 @@ def _aged_tokens(state: StepState, head: PrefillDemand, model: StepTimes | None)
         room = min(state.most_tokens, state.base_tokens - state.decodes.decode_tokens)
         most = max(0, min(room, state.seen_tokens, head.remaining))
         limit_s = state.slo_s / state.slowdown
-        tokens = max(tokens, model.largest_prefill(state.decodes, head.cached, limit_s, most))
+        tokens = max(tokens, _largest_chunk(model, state.decodes, head, limit_s, most))
     return min(tokens, head.remaining)

@@ -1,5 +1,6 @@
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,16 @@ def gpu_like_s(shape: BatchShape) -> float:
     work = sum(new * (cached + new / 2) for new, cached in shape.prefills)
     context = shape.decode_context * (1.4 if shape.prefills else 1.0)
     return 9e-3 + 6e-5 * max(0, shape.tokens - 200) + 1.6e-8 * context + 4e-9 * work
+
+
+def encoder_s(shape: BatchShape) -> float:
+    """Such a machine's time for images: 20 ms for one of a thousand tokens."""
+    return 2e-5 * shape.encoder_tokens
+
+
+def with_images(rng: np.random.Generator, shape: BatchShape) -> BatchShape:
+    is_there = shape.prefills and rng.random() < 0.3
+    return replace(shape, encoder_tokens=int(rng.integers(1, 5)) * 500 if is_there else 0)
 
 
 def random_shape(rng: np.random.Generator) -> BatchShape:
@@ -71,6 +82,43 @@ def test_steps_ten_times_too_long_hardly_move_the_model() -> None:
         model.observe(shape, gpu_like_s(shape) * (10.0 if step % 100 == 50 else 1.0))
 
     assert mape(model) < mape(learned(600, seed=1)) + 0.005
+
+
+def learned_with_images(steps: int) -> StepTimeModel:
+    rng = np.random.default_rng(5)
+    model = StepTimeModel()
+    for _ in range(steps):
+        shape = with_images(rng, random_shape(rng))
+        model.observe(shape, gpu_like_s(shape) + encoder_s(shape))
+    return model
+
+
+SEES_IMAGES = learned_with_images(400)
+
+
+def test_what_an_encoder_takes_is_learned_beside_what_tokens_take() -> None:
+    rng = np.random.default_rng(6)
+    tries = [with_images(rng, random_shape(rng)) for _ in range(300)]
+    errors = [
+        abs(SEES_IMAGES.predict_s(shape) / (gpu_like_s(shape) + encoder_s(shape)) - 1)
+        for shape in tries
+    ]
+
+    assert mape(SEES_IMAGES) < 0.02
+    assert np.mean(errors) < 0.02
+    assert SEES_IMAGES.coefficients()["encoder_tokens"] == pytest.approx(2e-5, rel=0.05)
+
+
+def test_the_first_image_is_no_slow_machine() -> None:
+    model = learned(200)
+    text = BatchShape(prefills=((300, 0),), decode_seqs=8, decode_tokens=8, decode_context=8192)
+    image = replace(text, encoder_tokens=1000)
+    before_s = model.predict_s(text)
+
+    for _ in range(3):
+        model.observe(image, gpu_like_s(image) + 5e-4 * 1000)
+
+    assert model.predict_s(text) == pytest.approx(before_s, rel=0.02)
 
 
 def test_what_an_early_fit_took_for_an_outlier_is_weighed_again_by_a_later_one() -> None:

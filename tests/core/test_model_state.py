@@ -128,7 +128,7 @@ def test_a_file_with_the_terms_of_an_older_version_is_refused_as_such(tmp_path: 
     older = GOOD | {"schema": "vllm_penalty_sched/step-time-model/1", "coefficients_s": {}}
     path.write_text(json.dumps(older))
 
-    with pytest.raises(ModelFileError, match=r"schema must be .*step-time-model/2"):
+    with pytest.raises(ModelFileError, match=r"schema must be .*step-time-model/3"):
         load_model(path)
 
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core.test_latency import FITTED
+from tests.core.test_latency import FITTED, SEES_IMAGES
 from tests.strategies import shapes
-from vllm_penalty_sched import BatchShape
+from vllm_penalty_sched import BatchShape, StepTimeModel
 from vllm_penalty_sched.policy import (
     USEFUL_TOKENS,
     Decision,
@@ -34,6 +34,9 @@ STATE = StepState(
 )
 
 
+images = st.tuples(st.integers(0, 100_000), st.integers(1, 4000))
+
+
 @st.composite
 def demands(draw: st.DrawFn) -> PrefillDemand:
     remaining = draw(st.integers(1, 100_000))
@@ -42,6 +45,7 @@ def demands(draw: st.DrawFn) -> PrefillDemand:
         cached=draw(st.integers(0, 100_000)),
         minimum=draw(st.integers(1, remaining)),
         is_waiting=draw(st.booleans()),
+        to_encode=tuple(sorted(draw(st.lists(images, max_size=3)))),
     )
 
 
@@ -66,21 +70,21 @@ def states(draw: st.DrawFn) -> StepState:
     )
 
 
-def predicted_s(state: StepState, decision: Decision) -> float:
+def predicted_s(state: StepState, decision: Decision, model: StepTimeModel = SEES_IMAGES) -> float:
     shape = state.decodes
     left = decision.prefill_tokens or 0
     for demand in state.demands:
         new = min(left, demand.remaining)
-        shape = shape.with_prefill(new, demand.cached)
+        shape = shape.with_prefill(new, demand.cached, demand.encoder_tokens(new))
         left -= new
-    return FITTED.predict_s(shape)
+    return model.predict_s(shape)
 
 
 @given(states(), st.booleans())
 def test_there_is_an_answer_for_every_state_and_it_is_within_bounds(
     state: StepState, is_cold: bool
 ) -> None:
-    decision = decide(state, None if is_cold else FITTED)
+    decision = decide(state, None if is_cold else SEES_IMAGES)
 
     if state.decodes.decode_seqs:
         assert decision.prefill_tokens is not None
@@ -94,7 +98,7 @@ def test_there_is_an_answer_for_every_state_and_it_is_within_bounds(
 
 @given(states())
 def test_a_budget_set_by_the_slo_is_predicted_to_hold_it(state: StepState) -> None:
-    decision = decide(state, FITTED)
+    decision = decide(state, SEES_IMAGES)
 
     if decision.reason in (Reason.SLO, Reason.FITS):
         assert state.slo_s is not None
@@ -108,7 +112,7 @@ def test_a_budget_set_by_the_slo_is_predicted_to_hold_it(state: StepState) -> No
 def test_a_demand_that_starved_for_too_long_always_gets_tokens(state: StepState) -> None:
     starved = replace(state, starved_s=state.max_defer_s, held_s=state.max_defer_s)
 
-    decision = decide(starved, FITTED)
+    decision = decide(starved, SEES_IMAGES)
 
     if starved.demands and starved.decodes.decode_seqs:
         head = starved.demands[0]
@@ -118,8 +122,8 @@ def test_a_demand_that_starved_for_too_long_always_gets_tokens(state: StepState)
 
 @given(states(), st.floats(0.0, 1.0))
 def test_a_larger_margin_never_gives_a_larger_budget(state: StepState, more: float) -> None:
-    loose = decide(state, FITTED)
-    careful = decide(replace(state, margin=state.margin + more), FITTED)
+    loose = decide(state, SEES_IMAGES)
+    careful = decide(replace(state, margin=state.margin + more), SEES_IMAGES)
 
     if loose.prefill_tokens is not None and careful.reason is not Reason.AGED:
         assert careful.prefill_tokens is not None
@@ -175,6 +179,36 @@ def test_a_chunk_below_what_vllm_can_schedule_waits_and_then_gets_exactly_that()
     assert decide(replace(state, starved_s=1.0), FITTED).prefill_tokens == 5000
 
 
+def test_a_chunk_ends_before_an_image_that_does_not_fit_and_pays_for_one_that_does() -> None:
+    spare_s = STATE.slo_s / (1.0 + STATE.margin) - SEES_IMAGES.predict_s(DECODES)
+    per_token_s = SEES_IMAGES.coefficients()["encoder_tokens"]
+    small, large = int(0.3 * spare_s / per_token_s), int(2.0 * spare_s / per_token_s)
+
+    def planned(*to_encode: tuple[int, int]) -> Decision:
+        demand = PrefillDemand(remaining=5000, cached=1000, to_encode=to_encode)
+        return decide(replace(STATE, demands=(demand,)), SEES_IMAGES)
+
+    without = planned().prefill_tokens
+    assert planned((1050, large)).prefill_tokens == 50
+    assert 50 < planned((1050, small)).prefill_tokens < without
+    assert planned((1050, small), (1051, large)).prefill_tokens == 51
+    assert planned((1000 + without, large)).prefill_tokens == without
+    assert planned((900, large)).reason is Reason.DEFERRED
+
+
+def test_an_image_that_never_fits_waits_and_is_then_encoded() -> None:
+    image = (PrefillDemand(remaining=5000, cached=1000, to_encode=((1000, 1_000_000),)),)
+    state = replace(STATE, demands=image)
+
+    aged = decide(replace(state, starved_s=1.0), SEES_IMAGES)
+
+    assert decide(state, SEES_IMAGES).prefill_tokens == 0
+    assert aged.reason is Reason.AGED
+    assert aged.prefill_tokens
+    shape = DECODES.with_prefill(aged.prefill_tokens, 1000, 1_000_000)
+    assert aged.predicted_s == SEES_IMAGES.predict_s(shape)
+
+
 def test_an_infeasible_slo_lets_prefills_trickle_and_holds_newcomers() -> None:
     running = PrefillDemand(remaining=5000, cached=100)
     waiting = PrefillDemand(remaining=5000, cached=0, is_waiting=True)
@@ -183,7 +217,7 @@ def test_an_infeasible_slo_lets_prefills_trickle_and_holds_newcomers() -> None:
     decision = decide(state, FITTED)
 
     assert decision.reason is Reason.INFEASIBLE
-    assert predicted_s(state, decision) <= 1.25 * DECODE_ONLY_S * (1 + 1e-9)
+    assert predicted_s(state, decision, FITTED) <= 1.25 * DECODE_ONLY_S * (1 + 1e-9)
     assert decide(replace(state, demands=(waiting,)), FITTED).holds_admission
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
+from zlib import crc32
 
 import pytest
 
@@ -47,6 +48,7 @@ from vllm_penalty_sched.engine.virtual_config import (  # noqa: E402
     make_vllm_config,
 )
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine, VirtualStep  # noqa: E402
+from vllm_penalty_sched.policy import USEFUL_TOKENS  # noqa: E402
 
 both_modes = pytest.mark.parametrize("is_async", [False, True])
 
@@ -157,10 +159,7 @@ def test_beside_multimodal_inputs_each_image_is_encoded_once_and_decodes_go_on(
     is_async: bool,
 ) -> None:
     engine = make_steered(is_async=is_async)
-    engine.scheduler.max_num_encoder_input_tokens = 1024
-    engine.scheduler.encoder_cache_manager.cache_size = 1024
-    engine.scheduler.encoder_cache_manager.num_free_slots = 1024
-    engine.scheduler.encoder_cache_manager.num_freeable_slots = 1024
+    make_room_for_images(engine, 1024)
     before = len(engine.steps)
     for index in range(3):
         request = make_request(f"image-{index}", prompt(300, index), 5)
@@ -174,6 +173,62 @@ def test_beside_multimodal_inputs_each_image_is_encoded_once_and_decodes_go_on(
     # Each waits for those before it: 300 tokens at the pace that the SLO leaves.
     assert max(waits_s) <= 3 * MAX_DEFER_S
     assert every_decode_got_its_tokens(steps)
+
+
+def make_seeing(*, is_async: bool) -> VirtualEngine:
+    """Such an engine that has an encoder, 2 ms for an image of 100 tokens, and has seen 60."""
+    text_s = cpu_like_s()
+    engine = make_steered(
+        is_async=is_async, step_time_s=lambda shape: text_s(shape) + 2e-5 * shape.encoder_tokens
+    )
+    make_room_for_images(engine, 1024)
+    for index in range(60):
+        add_image(engine, f"image-{index}", 20 + index, 100)
+        longest_wait_s(engine, f"image-{index}")
+    return engine
+
+
+def make_room_for_images(engine: VirtualEngine, tokens: int) -> None:
+    manager = engine.scheduler.encoder_cache_manager
+    engine.scheduler.max_num_encoder_input_tokens = tokens
+    manager.cache_size = manager.num_free_slots = manager.num_freeable_slots = tokens
+
+
+def add_image(engine: VirtualEngine, name: str, offset: int, length: int) -> None:
+    """Queue a request whose prompt has an image within, and 50 tokens behind it."""
+    request = make_request(name, prompt(offset + length + 50, crc32(name.encode())), 2)
+    request.mm_features = [image_in(offset=offset, length=length, name=name)]
+    engine.scheduler.add_request(request)
+
+
+@both_modes
+def test_what_an_encoder_takes_is_learned_and_kept_within_the_slo(is_async: bool) -> None:
+    engine = make_seeing(is_async=is_async)
+
+    encoding = [step for step in engine.steps if step.shape.encoder_tokens]
+    late = [step for step in encoding[40:] if step.seconds > 1e-3 * TIGHT["tbt_slo_ms"]]
+    learned_s = engine.scheduler.planner.model.coefficients()["encoder_tokens"]
+    assert len(encoding) == 60
+    assert len(late) <= 1
+    assert learned_s == pytest.approx(2e-5, rel=0.15)
+    assert every_decode_got_its_tokens(engine.steps[100:])
+
+
+@both_modes
+def test_the_text_before_an_image_that_does_not_fit_does_not_wait_with_it(is_async: bool) -> None:
+    engine = make_seeing(is_async=is_async)
+    before = len(engine.steps)
+    add_image(engine, "large", 40, 1000)  # 20 ms
+    longest_wait_s(engine, "large")
+
+    steps = [s for s in engine.steps[before:] if "large" in s.output.num_scheduled_tokens]
+    chunks = tokens_of(steps, "large")
+    (image,) = [index for index, step in enumerate(steps) if step.shape.encoder_tokens]
+    assert 40 - USEFUL_TOKENS < sum(chunks[:image]) <= 40
+    assert steps[image - 1].finished_s - engine.steps[before - 1].finished_s < 0.4 * MAX_DEFER_S
+    wait_s = steps[image].finished_s - steps[image - 1].finished_s
+    assert 0.9 * MAX_DEFER_S < wait_s < MAX_DEFER_S + 0.1
+    assert every_decode_got_its_tokens(engine.steps[before:])
 
 
 @both_modes

@@ -43,6 +43,9 @@ _SCHEDULER: Mapping[str, type] = {
     "log_stats": bool,
     "connector": object,
     "lora_config": object,
+    "encoder_cache_manager": object,
+    "is_encoder_decoder": bool,
+    "use_eagle": bool,
     "finished_recving_kv_req_ids": set,
     "failed_recving_kv_req_ids": set,
 }
@@ -72,6 +75,7 @@ _OUTPUT: Mapping[str, type] = {
     "num_scheduled_tokens": dict,
     "total_num_scheduled_tokens": int,
     "scheduled_new_reqs": list,
+    "scheduled_encoder_inputs": dict,
     "scheduled_cached_reqs.resumed_req_ids": set,
 }
 # Methods that we override, with the arguments that vLLM must pass; any others need a default.

@@ -138,6 +138,7 @@ def read_demands(
             remaining=needed,
             cached=request.num_computed_tokens,
             minimum=_minimum_tokens(scheduler, request, needed),
+            to_encode=_to_encode(scheduler, request, request.num_computed_tokens),
         )
         for request, needed in prefills[:MOST_DEMANDS]
         if needed
@@ -184,6 +185,7 @@ def _waiting_demand(scheduler: VllmScheduler, request: Request) -> PrefillDemand
         cached=cached,
         minimum=_minimum_tokens(scheduler, request, remaining),
         is_waiting=True,
+        to_encode=_to_encode(scheduler, request, cached),
     )
 
 
@@ -206,6 +208,29 @@ def _minimum_tokens(scheduler: VllmScheduler, request: Request, needed: int) -> 
         ]
         minimum = max(minimum, *ahead, 1)
     return int(min(minimum, needed))
+
+
+def _to_encode(
+    scheduler: VllmScheduler, request: Request, computed: int
+) -> tuple[tuple[int, int], ...]:
+    """Return position and tokens of the inputs that vLLM has an encoder work on (0.28-0.33).
+
+    Args:
+        scheduler: vLLM's scheduler before it schedules.
+        request: One that prefills or waits.
+        computed: Tokens of it that are computed, or in the prefix cache.
+    """
+    if not request.has_encoder_inputs or (scheduler.is_encoder_decoder and computed):
+        return ()
+    # The encoder of an encoder-decoder model keeps nothing.
+    encoded = getattr(scheduler.encoder_cache_manager, "cached", ())
+    shift = 1 if scheduler.use_eagle else 0  # a drafter looks a token ahead
+    return tuple(
+        (feature.mm_position.offset - shift, feature.mm_position.length)
+        for feature in request.mm_features
+        if feature.mm_position.offset + feature.mm_position.length > computed
+        and feature.identifier not in encoded
+    )
 
 
 def _cached_tokens(scheduler: VllmScheduler, request: Request) -> int:
@@ -284,5 +309,18 @@ def read_scheduled(
         decoding = granted.keys() - chunk_ids
         context = sum(requests[name].num_computed_tokens for name in decoding) - tokens
     return BatchShape(
-        prefills=tuple(chunks), decode_seqs=seqs, decode_tokens=tokens, decode_context=context
+        prefills=tuple(chunks),
+        decode_seqs=seqs,
+        decode_tokens=tokens,
+        decode_context=context,
+        encoder_tokens=read_encoder_tokens(scheduler, output),
+    )
+
+
+def read_encoder_tokens(scheduler: VllmScheduler, output: SchedulerOutput) -> int:
+    """Return the tokens of the images and sounds that an encoder works on in a step."""
+    return sum(
+        scheduler.requests[name].mm_features[index].mm_position.length
+        for name, indices in output.scheduled_encoder_inputs.items()
+        for index in indices
     )

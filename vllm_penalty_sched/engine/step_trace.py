@@ -63,6 +63,7 @@ class StepTrace:
                 "decode_tokens": step.shape.decode_tokens,
                 "decode_context": step.shape.decode_context,
                 "prefills": step.shape.prefills,
+                "encoder_tokens": step.shape.encoder_tokens,
                 "prefill_ratio": round(step.shape.prefill_ratio, 6),
                 "reason": decision.reason if decision else None,
                 "budget_tokens": decision.prefill_tokens if decision else None,

@@ -12,7 +12,11 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_penalty_sched.batch import BatchShape
-from vllm_penalty_sched.engine.composition import Composition, read_composition
+from vllm_penalty_sched.engine.composition import (
+    Composition,
+    read_composition,
+    read_encoder_tokens,
+)
 
 _TOKEN = 7
 # EngineCore sleeps this long after a step without tokens (vLLM 0.28-0.33).
@@ -166,7 +170,11 @@ class VirtualEngine:
                 samples.append(request_id)
         decoding.update(samples)
         shape = BatchShape(
-            prefills=tuple(chunks), decode_seqs=seqs, decode_tokens=tokens, decode_context=context
+            prefills=tuple(chunks),
+            decode_seqs=seqs,
+            decode_tokens=tokens,
+            decode_context=context,
+            encoder_tokens=read_encoder_tokens(self.scheduler, output),
         )
         return shape, frozenset(samples)
 

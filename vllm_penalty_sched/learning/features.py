@@ -1,11 +1,11 @@
 """The terms that a step's time is a non-negative sum of.
 
-With N tokens in the step, d decodes whose contexts sum to S, and chunks of p_i new tokens on c_i
-cached ones, the longest of them L, the time is
+With N tokens in the step, d decodes whose contexts sum to S, chunks of p_i new tokens on c_i
+cached ones, the longest of them L, and E tokens of images or sounds to encode, the time is
 
     T = h0 + sum_k h_k max(0, N - knot_k) + sum_e s_e [N > edge_e] + b S + a d
         + [a chunk is there] x S + min(1, L/16) (m d + sum_q y_q max(0, S - q) g_q(d)) + z d L
-        + g sum p_i (c_i + p_i/2) + e sum c_i + k (number of chunks)
+        + g sum p_i (c_i + p_i/2) + e sum c_i + k (number of chunks) + v E
 
 The hinges give the memory-bound floor, the knee and the compute-bound slope; the edges give tile
 and CUDA-graph steps; the terms of d, S and L give what decodes cost in a mixed attention kernel,
@@ -86,6 +86,7 @@ _SHAPE_TERMS = (
     "every_mixed_context",
     "mixed_decodes_by_longest_chunk",
     "mixed_decodes",
+    "encoder_tokens",
     *(term.name for term in MIXED_CONTEXTS),
 )
 TERMS = _TOKEN_TERMS + _SHAPE_TERMS
@@ -96,7 +97,7 @@ _EDGES = np.array(EDGES, dtype=np.float64)
 # What each term comes to in typical steps, so that one ridge strength suits all coefficients.
 SCALES: NDArray[np.float64] = np.array(
     [1.0] + [128.0] * len(KNOTS) + [1.0] * len(EDGES)
-    + [1e5, 100.0, 1e6, 1e4, 4.0, 1e5, 1e5, 100.0] + [1e5] * len(MIXED_CONTEXTS)
+    + [1e5, 100.0, 1e6, 1e4, 4.0, 1e5, 1e5, 100.0, 1e3] + [1e5] * len(MIXED_CONTEXTS)
 )  # fmt: skip
 # How dear a term is to the ridge. Few samples must be explained by the floor and one slope, which
 # extrapolate; a step in the middle of a slope is believed only on evidence.
@@ -112,7 +113,7 @@ _OVERS = np.array([term.over for term in MIXED_CONTEXTS], dtype=np.float64)
 def term_matrix(shapes: Sequence[BatchShape]) -> NDArray[np.float64]:
     """Return all terms of n steps divided by ``SCALES``, shape (n, len(TERMS))."""
     sums = np.array([_sums(shape) for shape in shapes], dtype=np.float64)
-    tokens, seqs, context, chunks, longest, work, cached = sums.T[:, :, np.newaxis]
+    tokens, seqs, context, chunks, longest, work, cached, encoded = sums.T[:, :, np.newaxis]
     ramp = np.minimum(1.0, longest / RAMP_TOKENS)
     reach = _RISES[:, 0] - _RISES[:, 1] / np.maximum(1.0, seqs)
     columns = (
@@ -127,13 +128,14 @@ def term_matrix(shapes: Sequence[BatchShape]) -> NDArray[np.float64]:
         np.where(chunks > 0.0, context, 0.0),
         seqs * longest,
         ramp * seqs,
+        encoded,
         ramp * np.maximum(0.0, context - _OVERS) * np.clip(reach, 0.0, 1.0),
     )
     matrix: NDArray[np.float64] = np.concatenate(columns, axis=1) / SCALES
     return matrix
 
 
-def _sums(shape: BatchShape) -> tuple[int, int, int, int, int, float, int]:
+def _sums(shape: BatchShape) -> tuple[int, int, int, int, int, float, int, int]:
     new = [chunk[0] for chunk in shape.prefills]
     return (
         shape.decode_tokens + sum(new),
@@ -143,4 +145,5 @@ def _sums(shape: BatchShape) -> tuple[int, int, int, int, int, float, int]:
         max(new, default=0),
         sum(tokens * (cached + 0.5 * tokens) for tokens, cached in shape.prefills),
         sum(cached for _, cached in shape.prefills),
+        shape.encoder_tokens,
     )

@@ -111,7 +111,8 @@ class StepTimeModel:
         if self._cost is not None:
             predicted_s = self._speed.factor * self._cost.seconds(shape)
             self._judged.append((predicted_s, seconds))
-            self._speed.observe(math.log(seconds / predicted_s), kind_samples=sums.samples)
+            if not shape.encoder_tokens:  # of which the first comes as a surprise
+                self._speed.observe(math.log(seconds / predicted_s), kind_samples=sums.samples)
         else:
             self._scaled[0] = seconds  # all time is the floor, until more is known
         if shape.prefills:

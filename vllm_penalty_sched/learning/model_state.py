@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vllm_penalty_sched.errors import ModelFileError
 from vllm_penalty_sched.learning.features import TERMS
 
-SCHEMA = "vllm_penalty_sched/step-time-model/2"
+SCHEMA = "vllm_penalty_sched/step-time-model/3"
 
 _UPPER = np.triu_indices(len(TERMS))
 

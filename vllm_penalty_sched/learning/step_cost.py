@@ -49,6 +49,7 @@ class StepCost:
         "_chunk_s",
         "_context_s",
         "_decode_s",
+        "_encoder_s",
         "_intercepts",
         "_mixed_context_s",
         "_mixed_contexts",
@@ -73,6 +74,7 @@ class StepCost:
             self._mixed_context_s,
             self._mixed_longest_s,
             self._mixed_decode_s,
+            self._encoder_s,
             *mixed_contexts,
         ) = self.coefficients_s[TOKEN_TERMS:]
         self._mixed_contexts = tuple(
@@ -101,6 +103,7 @@ class StepCost:
                 + self._chunk_s * len(prefills)
                 + self._mixed_context_s * context
                 + self._mixed_longest_s * seqs * longest
+                + self._encoder_s * shape.encoder_tokens
             )
             ramp = longest / RAMP_TOKENS if longest < RAMP_TOKENS else 1.0
             total_s += ramp * self._mixed_s(seqs, context)
@@ -125,6 +128,7 @@ class StepCost:
         left_s = limit_s - (self._context_s * shape.decode_context + self._decode_s * seqs)
         left_s -= self._chunk_s * (1 + len(prefills)) + self._cached_s * cached
         left_s -= self._mixed_context_s * shape.decode_context
+        left_s -= self._encoder_s * shape.encoder_tokens
         longest = 0
         for new, other_cached in prefills:
             left_s -= self._work_s * new * (other_cached + 0.5 * new)

@@ -197,6 +197,7 @@ def _read_line(line: str, where: str) -> StepRecord:
         decode_seqs=row.read("decode_seqs", _count, "an integer >= 0"),
         decode_tokens=row.read("decode_tokens", _count, "an integer >= 0"),
         decode_context=row.read("decode_context", _count, "an integer >= 0"),
+        encoder_tokens=row.read_if_there("encoder_tokens", _count, "an integer >= 0") or 0,
     )
     if not shape.tokens:
         raise ConfigError(f"{where}, field decode_tokens: a step must have a token, got none")
