@@ -122,12 +122,14 @@ class FeatureEngine:
         budget = self.scheduler.max_num_scheduled_tokens
         while self._engine.has_unfinished_requests():
             self.step()
+        planner = getattr(self.scheduler, "planner", None)
         metrics = {one.name: getattr(one, "value", None) for one in self._engine.get_metrics()}
         return {
             "ends": self._ends,
             "steps": self._steps,
             "reasons": dict(getattr(self.scheduler, "reasons", Counter())),
             "metrics": metrics,
+            "coefficients_s": planner.model.coefficients() if planner else {},
             "budget_kept": self.scheduler.max_num_scheduled_tokens == budget,
             "left": len(self.scheduler.requests),
         }

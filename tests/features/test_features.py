@@ -32,6 +32,7 @@ class Run:
     steps: list[dict[str, Any]]
     reasons: Mapping[str, int]
     metrics: Mapping[str, float]
+    coefficients_s: Mapping[str, float]
     budget_kept: bool
     left: int
 
@@ -165,6 +166,11 @@ def test_each_sound_is_encoded_once(run: Run) -> None:
     encoded = [name for step in run.steps for name in step["encoded"]]
 
     assert sorted(encoded) == sorted(run.ends)
+
+
+@of("audio", "unchunked_audio")
+def test_what_the_encoder_takes_is_learned(run: Run) -> None:
+    assert run.coefficients_s["encoder_tokens"] > 0.0
 
 
 @of("unchunked_audio")
