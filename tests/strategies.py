@@ -37,6 +37,7 @@ def with_more(
 settings_values = {
     "tbt_slo_ms": st.none() | st.floats(0.001, 3_600_000.0),
     "ttft_slo_ms": st.none() | st.floats(0.001, 3_600_000.0),
+    "least_request_tbt_slo_ms": st.none() | st.floats(0.001, 3_600_000.0),
     "tbt_slo_scale": st.floats(1.0, 100.0, exclude_min=True),
     "miss_rate": st.floats(1e-6, 0.5),
     "max_defer_s": st.floats(1e-3, 3600.0),

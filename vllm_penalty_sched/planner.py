@@ -100,7 +100,7 @@ class Planner:
         self._most_free_tokens = _LARGE_STEP_TOKENS
         self._cold_start = ColdStart(is_over=self.model.mixed_samples >= _KNOWN_MIXED_STEPS)
         self._warm_up_left = _WARM_UP_STEPS
-        self.latest_slo_s = self.slo_s(None, None)
+        self._default_slo_s = self.latest_slo_s = self.slo_s(None, None)
         self._starving_since_s: float | None = None
         self._held_since_s: float | None = None
         self._fruitless_steps = 0
@@ -151,6 +151,7 @@ class Planner:
             now_s: A monotonic clock's reading, seconds.
         """
         decode_only_s = self._decode_only_s(load.decodes)
+        self._default_slo_s = self.slo_s(None, decode_only_s)
         slo_s = self.latest_slo_s = self.slo_s(load.own_slo_s, decode_only_s)
         earned_s = 0.0
         if load.slack_s is not None and slo_s is not None:
@@ -175,9 +176,14 @@ class Planner:
         decision = decide(state, None if self.is_cold else self.model)
         return self._unstalled(decision, load)
 
-    def nothing_to_prefill(self) -> Decision:
-        """Return the decision for a step in which nobody can prefill."""
+    def nothing_to_prefill(self, own_slo_s: float | None = None) -> Decision:
+        """Return the decision for a step in which nobody can prefill.
+
+        Args:
+            own_slo_s: Tightest SLO that a running decode brought along; None if none did.
+        """
         self._is_served()
+        self.latest_slo_s = _tighter(own_slo_s, self._default_slo_s)
         return Decision(reason=Reason.NO_PREFILL, prefill_tokens=0, slo_s=self.latest_slo_s)
 
     def nothing_to_protect(self) -> Decision:
@@ -242,9 +248,7 @@ class Planner:
             default_s = settings.tbt_slo_scale * decode_only_s
         else:
             default_s = None
-        if own_slo_s is None or default_s is None:
-            return default_s if own_slo_s is None else own_slo_s
-        return min(own_slo_s, default_s)
+        return _tighter(own_slo_s, default_s)
 
     def _learn_speed(self, shape: BatchShape, seconds: float, decision: Decision | None) -> None:
         # Only from steps that could have used more: a short prompt alone says nothing of the speed.
@@ -259,9 +263,10 @@ class Planner:
             return None
         if self.is_cold:
             return self._cold_start.decode_only_s
+        if not decodes.tokens:  # they all wait for a step in flight: the time of one like this
+            decodes = replace(decodes, decode_tokens=decodes.decode_seqs)
         predicted_s = self.model.predict_s(decodes)
-        # Decodes that all wait for a step in flight have no tokens: that takes no time.
-        if decodes.tokens and not _SHORTEST_STEP_S < predicted_s < _LONGEST_STEP_S:
+        if not _SHORTEST_STEP_S < predicted_s < _LONGEST_STEP_S:
             self._start_afresh()
             raise ArithmeticError(
                 f"the step-time model predicts {predicted_s} s for {decodes}: it is forgotten, and "
@@ -305,6 +310,12 @@ class Planner:
                 overran = decision.slo_s is not None and seconds > decision.slo_s
             self.margin.observe(ratio / self.slowdown.factor - 1.0, shape=shape, overran=overran)
         self.slowdown.observe(ratio - 1.0)
+
+
+def _tighter(one_s: float | None, other_s: float | None) -> float | None:
+    if one_s is None or other_s is None:
+        return other_s if one_s is None else one_s
+    return min(one_s, other_s)
 
 
 def _since(start_s: float | None, now_s: float) -> float:

@@ -37,6 +37,8 @@ class Settings:
             data-parallel rank adds its number to the name.
         trace_path: File that gets one JSON line for each step; None: none. Each data-parallel
             rank adds its number to the name.
+        least_request_tbt_slo_ms: Tightest TBT SLO that a request may bring along, ms: a tighter one
+            counts as this, so that no client can stop the prefills of the others; None: any.
         mode: ``enforce`` steers; ``observe`` schedules like stock vLLM and only measures.
     """
 
@@ -50,6 +52,7 @@ class Settings:
     model: str | None = None
     state_path: str | None = None
     trace_path: str | None = None
+    least_request_tbt_slo_ms: float | None = None
     mode: Literal["enforce", "observe"] = "enforce"
 
     def __post_init__(self) -> None:
@@ -228,6 +231,7 @@ _SLO_RULE = _Rule(f"{_SLO_WORDS} or null", _within(0, MAX_SLO_MS, or_none=True))
 _RULES = {
     "tbt_slo_ms": _SLO_RULE,
     "ttft_slo_ms": _SLO_RULE,
+    "least_request_tbt_slo_ms": _SLO_RULE,
     "tbt_slo_scale": _Rule("a number in (1, 100]", _within(1, 100)),
     "miss_rate": _Rule("a share in (0, 0.5]", _within(0, 0.5)),
     "max_defer_s": _Rule("a number of seconds in (0, 3600]", _within(0, 3600)),

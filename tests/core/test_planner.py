@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -178,6 +179,27 @@ def test_decodes_that_all_wait_for_a_step_in_flight_spoil_no_model() -> None:
 
     assert decision.prefill_tokens == 64
     assert planner.model.is_fitted
+
+
+def test_a_derived_slo_follows_no_step_in_which_all_decodes_wait() -> None:
+    planner = Planner(Settings(tbt_slo_scale=2.0), learned(200))
+    demand = PrefillDemand(remaining=5000, cached=0)
+    waiting = replace(DECODES, decode_tokens=0)
+
+    decoding, paused = (
+        planner.plan(load_of(demand, decodes=one), 0.0) for one in (DECODES, waiting)
+    )
+
+    assert paused.slo_s == pytest.approx(decoding.slo_s)
+    assert paused.prefill_tokens >= decoding.prefill_tokens > 0
+
+
+def test_with_nothing_to_prefill_the_slo_in_force_is_that_of_those_who_decode() -> None:
+    planner = Planner(Settings(tbt_slo_ms=100.0), FITTED)
+    planner.plan(load_of(LONG, own_slo_s=0.020), 0.0)
+
+    assert planner.nothing_to_prefill(0.050).slo_s == 0.050
+    assert planner.nothing_to_prefill().slo_s == planner.latest_slo_s == 0.100
 
 
 def prefill_only(tokens: int) -> BatchShape:

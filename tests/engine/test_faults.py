@@ -72,6 +72,47 @@ def test_a_fault_at_any_entry_point_is_counted_told_once_and_hurts_no_request(
     assert is_clean(engine)
 
 
+@pytest.mark.parametrize("name", ["scheduled shape", "take in", "learn", "timer"])
+@pytest.mark.parametrize("tbt_slo_ms", [10.0, 56.0])
+def test_prefills_do_not_wait_for_a_plan_that_never_hears_what_came_of_it(
+    name: str, tbt_slo_ms: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("PENALTY_SCHED_STRICT", raising=False)
+    engine = make_engine(Scheduler, {"tbt_slo_ms": tbt_slo_ms})
+    start_decodes(engine, 8, output=100_000)
+    play(engine, 40)
+    ENTRY_POINTS[name](monkeypatch, engine)
+    with caplog.at_level(logging.ERROR, "vllm.penalty_sched"):
+        add(engine, "long", 2000, 5)
+        began_s = engine.now_s
+        while "long" not in engine.token_times_s and engine.now_s < began_s + 10.0:
+            engine.step()
+
+    assert "long" in engine.token_times_s
+    suspended = [r for r in caplog.records if "steps in a row" in r.getMessage()]
+    assert len(suspended) == 1
+
+
+def test_steering_goes_on_a_minute_after_the_last_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENALTY_SCHED_STRICT", raising=False)
+    engine = make_engine(Scheduler, {"tbt_slo_ms": 56.0})
+    start_decodes(engine, 8, output=100_000)
+    play(engine, 40)
+    with monkeypatch.context() as patch:
+        ENTRY_POINTS["learn"](patch, engine)
+        play(engine, 20)
+    faults, planned = engine.scheduler.faults, sum(engine.scheduler.reasons.values())
+    suspended_s = engine.now_s
+    play(engine, 100)
+    assert sum(engine.scheduler.reasons.values()) == planned
+    while engine.now_s < suspended_s + 61.0:
+        engine.step()
+
+    play(engine, 100)
+    assert sum(engine.scheduler.reasons.values()) >= planned + 100
+    assert engine.scheduler.faults == faults
+
+
 def test_strict_mode_raises_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENALTY_SCHED_STRICT", "1")
     engine = make_engine(Scheduler)

@@ -14,6 +14,8 @@ import pytest
 pytestmark = pytest.mark.vllm
 pytest.importorskip("vllm")
 
+from vllm.v1.core.sched.interface import PauseState  # noqa: E402
+
 from tests.engine.virtual import add, is_clean, make_engine, play, start_decodes  # noqa: E402
 from vllm_penalty_sched import Scheduler  # noqa: E402
 from vllm_penalty_sched.engine import scheduler as scheduler_module  # noqa: E402
@@ -22,14 +24,15 @@ from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
 SOURCE = ast.parse(inspect.getsource(scheduler_module))
 # What vLLM calls: the methods that we override, and what our waiting queue asks of the scheduler.
 ENTRIES = (
-    *("add_request", "schedule", "update_from_output", "shutdown"),
+    *("add_request", "schedule", "update_from_output", "set_pause_state", "shutdown"),
     *("_deadline_in_queue_s", "_tokens_in_queue"),
 )
 # Calls in them that need no guard: vLLM's own, or a few reads that every step makes anyway.
 UNGUARDED = {
     *("super", "super().add_request", "super().schedule", "super().update_from_output"),
-    *("super().shutdown", "partial", "int", "self._guarded", "self.clock", "self._may_steer"),
-    *("self._schedule_within", "self._ttft_slo_of", "may_load"),
+    *("super().set_pause_state", "super().shutdown", "any", "kwargs.values", "partial"),
+    *("int", "self._guarded", "self.clock", "self._may_steer", "self._schedule_within"),
+    *("self._ttft_slo_of", "may_load"),
 }
 # Reached only with a prefill instance to ask: see the tests of the disaggregation.
 WITH_A_PREFILL_INSTANCE = {"self.sides.choose", "self.sides.take_in", "put_ahead"}
@@ -75,6 +78,7 @@ def run_a_load(engine: VirtualEngine) -> None:
     for index in range(4):
         add(engine, f"prompt-{index}", 500, 20, xargs={"tbt_slo_ms": 50, "ttft_slo_ms": 900})
         play(engine, 4)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
     play(engine, 5000)
     engine.scheduler.shutdown()
 
@@ -138,4 +142,4 @@ def test_every_method_of_vllms_that_is_overridden_is_an_entry() -> None:
         if inspect.isfunction(value) and name in stock and not name.startswith("__")
     }
 
-    assert overridden == {"add_request", "schedule", "update_from_output", "shutdown"}
+    assert overridden == {name for name in ENTRIES if not name.startswith("_")}

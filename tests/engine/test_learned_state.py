@@ -10,7 +10,10 @@ pytest.importorskip("vllm")
 
 from tests.core.test_latency import learned  # noqa: E402
 from tests.engine.virtual import add, make_engine, play, start_decodes  # noqa: E402
-from vllm_penalty_sched import Scheduler  # noqa: E402
+from vllm_penalty_sched import BatchShape, Scheduler  # noqa: E402
+from vllm_penalty_sched.engine import step_trace  # noqa: E402
+from vllm_penalty_sched.engine.step_timer import TimedStep  # noqa: E402
+from vllm_penalty_sched.engine.step_trace import StepTrace  # noqa: E402
 from vllm_penalty_sched.engine.virtual_engine import VirtualEngine  # noqa: E402
 from vllm_penalty_sched.step_log.records import TraceText, read_step_log  # noqa: E402
 
@@ -135,10 +138,64 @@ def test_a_trace_goes_on_readably_behind_a_line_that_a_kill_cut(tmp_path: Path) 
     assert log.cut_lines == 2
 
 
+def test_what_was_learned_and_traced_is_on_disk_when_shutdown_returns(tmp_path: Path) -> None:
+    # A forked engine process ends without the interpreter's clean-up.
+    state, trace = tmp_path / "state.json", tmp_path / "trace.jsonl"
+    engine = make_engine(Scheduler, {"state_path": str(state), "trace_path": str(trace)})
+    start_decodes(engine, 4, output=50)
+    play(engine, 1000)
+
+    engine.scheduler.shutdown()
+
+    assert json.loads(state.read_text())["samples"] == engine.scheduler.planner.model.samples
+    assert len(trace.read_text().splitlines()) == len(engine.steps)
+
+
+def test_a_step_that_is_no_json_ends_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = StepTrace(str(tmp_path / "trace.jsonl"))
+    step = TimedStep(BatchShape(decode_seqs=1, decode_tokens=1), None, 0.01)
+
+    with caplog.at_level(logging.WARNING, LOG):
+        trace.add(step, done_s=object(), predicted_s=None, margin=0.0)
+        trace.close()
+        trace.add(step, done_s=1.0, predicted_s=None, margin=0.0)
+
+    assert "trace ends here" in caplog.text
+    assert trace._steps.empty()
+
+
+def test_two_engines_that_share_a_trace_by_mistake_both_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(step_trace, "MOST_BYTES", 1)
+    path = tmp_path / "trace.jsonl"
+    rotate = Path.replace
+
+    def other_was_first(self: Path, target: Path) -> Path:
+        rotate(self, target)
+        return rotate(self, target)
+
+    monkeypatch.setattr(Path, "replace", other_was_first)
+    trace = StepTrace(str(path))
+    with caplog.at_level(logging.WARNING, LOG):
+        trace.add(
+            TimedStep(BatchShape(decode_seqs=1, decode_tokens=1), None, 0.01),
+            done_s=1.0,
+            predicted_s=None,
+            margin=0.0,
+        )
+        trace.close()
+
+    assert path.with_name("trace.jsonl.1").exists()
+    assert caplog.text == ""
+
+
 def test_a_state_is_saved_though_the_clock_went_back(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     engine = run_engine(path)
-    engine.scheduler._saver._write()
+    engine.scheduler._saver.write()
     path.unlink()
     engine.scheduler.clock = lambda: engine.now_s - 3600.0
 

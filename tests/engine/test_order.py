@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
 from tests.engine.virtual import add, is_clean, make_engine, play, start_decodes  # noqa: E402
 from vllm_penalty_sched import Scheduler  # noqa: E402
-from vllm_penalty_sched.engine.slack_queue import LATE_SHARE, SlackQueue  # noqa: E402
+from vllm_penalty_sched.engine.slack_queue import FREE_SHARE, LATE_SHARE, SlackQueue  # noqa: E402
 from vllm_penalty_sched.engine.virtual_config import make_request  # noqa: E402
 
 TTFT_S = 10.0
@@ -124,6 +124,20 @@ def test_a_late_prompt_is_served_however_many_others_come() -> None:
     assert len(served) - 1 == round(1 / LATE_SHARE)
 
 
+def test_a_prompt_without_a_deadline_is_not_outranked_by_loose_ones() -> None:
+    waiting = Waiting()
+    waiting.add("late", 100, 1.0)
+    waiting.now_s = 2.0
+    waiting.add("patient", 100)
+    served = []
+    while "patient" not in served:
+        waiting.add(f"loose-{len(served)}", 100, 3600.0)
+        waiting.rank()
+        served.append(waiting.pop())
+
+    assert len(served) - 1 == round(1 / FREE_SHARE)
+
+
 def test_a_preempted_request_goes_before_all() -> None:
     waiting = Waiting()
     waiting.add("fresh", 10, 1.0)
@@ -155,7 +169,7 @@ def test_a_skipped_request_comes_back_to_its_place() -> None:
     waiting = Waiting()
     for name in ("first", "second", "third"):
         waiting.add(name, 10, TTFT_S)
-    waiting.add("patient", 10)
+    waiting.add("patient", 100)
     waiting.rank()
 
     skipped = deque([waiting.queue.pop_request()])

@@ -147,6 +147,38 @@ def test_the_tightest_request_rules_while_it_decodes_and_the_budget_widens_after
     assert chunk_after > 3 * chunk_during
 
 
+def test_a_request_may_ask_for_no_tighter_slo_than_the_operator_allows() -> None:
+    def first_token_s(**settings: float) -> float:
+        engine = make_engine(Scheduler, {"tbt_slo_ms": 60.0, **settings})
+        start_decodes(engine, 8)
+        add(engine, "greedy", 16, 5000, xargs={"tbt_slo_ms": 0.001})
+        play(engine, 60)
+        began_s = engine.now_s
+        add(engine, "long", 1000, 2)
+        while "long" not in engine.token_times_s:
+            engine.step()
+        return engine.token_times_s["long"][0] - began_s
+
+    assert first_token_s(least_request_tbt_slo_ms=50.0) < 2.0
+    assert first_token_s() > 5.0
+
+
+def test_once_a_tight_request_has_ended_no_overruns_of_its_slo_are_counted() -> None:
+    engine = make_engine(Scheduler, {"tbt_slo_ms": 200.0})
+    start_decodes(engine, 8)
+    add(engine, "tight", 16, 20, xargs={"tbt_slo_ms": 10})
+    add(engine, "long", 300, 2)
+    planner = engine.scheduler.planner
+    play(engine, 10)
+    during_s = planner.latest_slo_s
+    while "tight" in engine.scheduler.requests:
+        engine.step()
+    play(engine, 2)
+
+    assert during_s == 0.010
+    assert planner.latest_slo_s == 0.200
+
+
 @pytest.mark.parametrize("value", [-1, "fast", [1, 2], 0, float("nan"), True])
 def test_a_nonsense_slo_is_ignored_with_one_warning_and_hurts_nobody(
     value: object, caplog: pytest.LogCaptureFixture

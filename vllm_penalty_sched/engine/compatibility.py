@@ -82,6 +82,7 @@ _OUTPUT: Mapping[str, type] = {
 _METHODS: Mapping[str, tuple[str, ...]] = {
     "add_request": ("request",),
     "schedule": (),
+    "set_pause_state": ("pause_state",),
     "update_from_output": ("scheduler_output", "model_runner_output"),
 }
 

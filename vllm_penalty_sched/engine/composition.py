@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 # Prefills that one budget is planned for; more of them rarely fit beside running decodes.
 MOST_DEMANDS = 8
-# A waiting request's prefix-cache hit is looked up again after this many steps.
+# A waiting request's prefix-cache hit is looked up again every so many steps, not all in one.
 _HIT_STEPS = 16
+# Of a queue in which everybody may wait for a KV cache from elsewhere.
+_MOST_LOOKED_AT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +159,25 @@ def _admissible(scheduler: VllmScheduler) -> Iterator[Request]:
     seats = free_seats(scheduler)
     if seats <= 0:
         return iter(())
-    queues = chain(served_first(scheduler), scheduler.waiting)
+    first_served = islice(served_first(scheduler), _MOST_LOOKED_AT)
+    queues = chain(first_served, islice(scheduler.waiting, _MOST_LOOKED_AT))
     wanting = (request for request in queues if not awaits_kv(scheduler, request))
     first = list(islice(wanting, 2 * MOST_DEMANDS))
     ready = [request for request in first if _is_ready(request)]
     return islice(ready or first, seats)
 
 
-def uncached_tokens(scheduler: VllmScheduler, request: Request) -> int:
-    """Return the tokens that must be computed for a waiting request, by today's prefix cache."""
-    return int(request.num_tokens - _cached_tokens(scheduler, request))
+def uncached_tokens(
+    scheduler: VllmScheduler, request: Request, *, is_estimate: bool = False
+) -> int:
+    """Return the tokens that must be computed for a waiting request.
+
+    Args:
+        scheduler: vLLM's scheduler.
+        request: The request.
+        is_estimate: Whether the prefix cache as it was at an earlier look at it is good enough.
+    """
+    return int(request.num_tokens - _cached_tokens(scheduler, request, is_estimate=is_estimate))
 
 
 def wanted_tokens(scheduler: VllmScheduler, request: Request) -> int:
@@ -233,24 +244,26 @@ def _to_encode(
     )
 
 
-def _cached_tokens(scheduler: VllmScheduler, request: Request) -> int:
-    return int(request.num_computed_tokens or _prefix_hit_tokens(scheduler, request))
+def _cached_tokens(scheduler: VllmScheduler, request: Request, *, is_estimate: bool = False) -> int:
+    computed = request.num_computed_tokens
+    return int(computed or _prefix_hit_tokens(scheduler, request, is_estimate=is_estimate))
 
 
-def _prefix_hit_tokens(scheduler: VllmScheduler, request: Request) -> int:
+def _prefix_hit_tokens(scheduler: VllmScheduler, request: Request, *, is_estimate: bool) -> int:
     """Look up the cached prefix as vLLM will, without its statistics and events."""
     manager = scheduler.kv_cache_manager
     if not manager.enable_caching or request.skip_reading_prefix_cache:
         return 0
     known: tuple[int, int] | None = getattr(request, "_penalty_sched_hit", None)
-    if known is None or scheduler.current_step - known[0] >= _HIT_STEPS:
+    turn = (scheduler.current_step + hash(request.request_id) % _HIT_STEPS) // _HIT_STEPS
+    if known is None or (known[0] != turn and not is_estimate):
         found: Any = manager.coordinator.find_longest_cache_hit(
             request.block_hashes, request.num_tokens - 1
         )
         hit_tokens = int(found[1])
         # Of a sliding window that is not cached vLLM computes the tokens again (0.31 and later).
         replayed = min(hit_tokens, getattr(scheduler, "prefix_replay_tokens", 0))
-        known = (scheduler.current_step, hit_tokens - replayed)
+        known = (turn, hit_tokens - replayed)
         request._penalty_sched_hit = known
     return known[1]
 

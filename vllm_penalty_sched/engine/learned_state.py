@@ -17,6 +17,8 @@ log = logging.getLogger("vllm.penalty_sched")
 SAVE_PERIOD_S = 30.0
 # A young engine learns most in its first seconds: the period starts with this and doubles.
 _FIRST_PERIOD_S = 1.0
+# A disk that hangs longer does not keep a process from ending.
+_LONGEST_WRITE_S = 5.0
 
 
 def load_state(path: str, provenance: Provenance) -> StepTimeModel | None:
@@ -58,9 +60,10 @@ class StateSaver:
         self._wait_s, self._period_s = 0.0, _FIRST_PERIOD_S
         self._pending: ModelState | None = None
         self._wake = threading.Event()
+        self._writing = threading.Lock()
         self._has_failed = False
         threading.Thread(target=self._run, name="penalty-state", daemon=True).start()
-        atexit.register(self._write)
+        atexit.register(self.write)
 
     def offer(self, model: StepTimeModel, *, now_s: float) -> None:
         """Take a copy of the state if it is time to; a copy costs tens of microseconds."""
@@ -79,9 +82,18 @@ class StateSaver:
         while True:
             self._wake.wait()
             self._wake.clear()
-            self._write()
+            self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the copy that was taken last, or wait until it is written; not for ever."""
+        if not self._writing.acquire(timeout=_LONGEST_WRITE_S):
+            return
+        try:
+            self._write_pending()
+        finally:
+            self._writing.release()
+
+    def _write_pending(self) -> None:
         state, self._pending = self._pending, None
         if state is None or self._has_failed:
             return

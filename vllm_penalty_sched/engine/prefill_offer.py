@@ -68,7 +68,9 @@ def read_tokens_ahead(scheduler: VllmScheduler) -> int:
     if isinstance(waiting, SlackQueue):
         return int(started + waiting.tokens_in_time)
     here = [request for request in waiting if not awaits_kv(scheduler, request)]
-    return int(started + sum(uncached_tokens(scheduler, request) for request in here))
+    # With hundreds waiting, a fresh look at the prefix cache for each would stop the engine.
+    tokens = sum(uncached_tokens(scheduler, request, is_estimate=True) for request in here)
+    return int(started + tokens)
 
 
 def _longest_step_s(planner: Planner, decodes: BatchShape, slo_s: float) -> float:

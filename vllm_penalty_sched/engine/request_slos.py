@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_penalty_sched.settings import RequestSlo
@@ -17,7 +18,13 @@ log = logging.getLogger("vllm.penalty_sched")
 class RequestSlos:
     """Per-request SLOs by request id; most deployments have none, and then it costs nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, least_tbt_slo_s: float = 0.0) -> None:
+        """Begin with none.
+
+        Args:
+            least_tbt_slo_s: A tighter TBT SLO counts as this one.
+        """
+        self._least_tbt_slo_s = least_tbt_slo_s
         self._slos: dict[str, RequestSlo] = {}
         self._has_warned = False
 
@@ -37,8 +44,10 @@ class RequestSlos:
                 request.request_id,
                 "; ".join(problems),
             )
-        if len(self._slos) > 2 * len(alive):  # no step may ever ask for them: mode observe
+        if len(self._slos) > 2 * len(alive):
             self._forget_all_but(alive)
+        if slo.tbt_slo_s is not None and slo.tbt_slo_s < self._least_tbt_slo_s:
+            slo = replace(slo, tbt_slo_s=self._least_tbt_slo_s)
         if slo.tbt_slo_s is None and slo.ttft_slo_s is None:
             self._slos.pop(request.request_id, None)
         else:
@@ -54,19 +63,12 @@ class RequestSlos:
         slo = self._slos.get(request_id)
         return slo.tbt_slo_s if slo else None
 
-    def tightest_tbt_s(
-        self, decode_needs: Mapping[str, int], requests: dict[str, Request]
-    ) -> float | None:
-        """Return the tightest of the decoding requests' own TBT SLOs, seconds; None without any."""
+    def tightest_tbt_s(self, request_ids: Iterable[str]) -> float | None:
+        """Return the tightest of these requests' own TBT SLOs, seconds; None without any."""
         if not self._slos:
             return None
-        self._forget_all_but(requests)
-        own_s = [
-            slo.tbt_slo_s
-            for request_id, slo in self._slos.items()
-            if request_id in decode_needs and slo.tbt_slo_s is not None
-        ]
-        return min(own_s, default=None)
+        own_s = (self.tbt_s(request_id) for request_id in request_ids)
+        return min((slo_s for slo_s in own_s if slo_s is not None), default=None)
 
     def _forget_all_but(self, alive: Mapping[str, Request]) -> None:
         for request_id in [known for known in self._slos if known not in alive]:

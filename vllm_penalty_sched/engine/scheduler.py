@@ -58,6 +58,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.penalty_sched")
 
+# So many steps in a row in which our own logic failed end the steering, for so long.
+_MOST_FAULTY_STEPS, _SUSPENDED_S = 8, 60.0
+
 STRICT_VARIABLE = "PENALTY_SCHED_STRICT"
 """Environment variable that makes the plugin's own errors fatal, for tests and debugging."""
 
@@ -77,6 +80,9 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
     # Chooses between the prefill instance and this one; None unless there is one to ask.
     sides: PrefillSides | None = None
     faults = 0
+    _known_faults = _faulty_steps = 0
+    _suspended_s = 0.0
+    _is_throttled = False
     _is_strict = False
     _steers = False
     max_num_scheduled_tokens: int
@@ -107,7 +113,7 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         self._is_strict = os.environ.get(STRICT_VARIABLE) == "1"
         self._timer = StepTimer()
         self._deadlines = TokenDeadlines() if settings.pacing == "deadline" else None
-        self._slos = RequestSlos()
+        self._slos = RequestSlos(least_tbt_slo_s=(settings.least_request_tbt_slo_ms or 0.0) / 1e3)
         self._notes = DecisionNotes(settings)
         self._reports = StepReports(self)
         rank = self.parallel_config.data_parallel_index
@@ -137,6 +143,9 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         if self.planner is None:
             return super().schedule(*args, **kwargs)
         started_s = self.clock()
+        # The one argument: data-parallel ranks keep prefills to steps that they share.
+        self._is_throttled = any((*args, *kwargs.values()))
+        self._guarded(self._count_faulty_steps, started_s)
         if self.sides is not None:
             self._guarded(self.sides.take_in, self, started_s)
         prefilling = self._guarded(read_prefilling, self)
@@ -166,15 +175,25 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
             self._guarded(self._timer.idle)
         return outputs
 
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        """Pause or go on: the time in between is no step's."""
+        super().set_pause_state(pause_state)
+        if self.planner is not None:
+            self._guarded(self._timer.idle)
+
     def shutdown(self) -> None:
-        """Save what was learned, then let vLLM shut down."""
+        """Write what was learned and the rest of the trace, then let vLLM shut down."""
         if self.planner is not None:
             self._guarded(self._save, self.planner)
         super().shutdown()
 
     def _save(self, planner: Planner) -> None:
+        # Not left to the interpreter's end: a forked process has none.
+        if self._trace is not None:
+            self._trace.close()
         if self._saver is not None and planner.model.is_fitted:
             self._saver.take(planner.model)
+            self._saver.write()
 
     def _order_waiting(self, request: Request) -> None:
         """Put our queue in the place of vLLM's once a request has a TTFT SLO."""
@@ -206,7 +225,32 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         return int(request.num_tokens) if tokens is None else tokens
 
     def _may_steer(self) -> bool:
-        return self._steers and self.pause_state == PauseState.UNPAUSED
+        is_suspended = self._faulty_steps >= _MOST_FAULTY_STEPS
+        return self._steers and not is_suspended and self.pause_state == PauseState.UNPAUSED
+
+    def _count_faulty_steps(self, now_s: float) -> None:
+        """Leave the scheduling to vLLM for a while once every step fails.
+
+        A plan that does not hear of what came of it would keep prefills waiting without end.
+        """
+        if self._faulty_steps >= _MOST_FAULTY_STEPS:
+            if 0.0 <= now_s - self._suspended_s < _SUSPENDED_S:
+                return
+            self._faulty_steps = 0
+        elif self.faults > self._known_faults:
+            self._faulty_steps += 1
+            if self._faulty_steps >= _MOST_FAULTY_STEPS:
+                self._suspended_s = now_s
+                log.error(
+                    "penalty_sched failed in %d steps in a row (%d failures so far): requests are "
+                    "scheduled as in stock vLLM for %.0f s",
+                    self._faulty_steps,
+                    self.faults,
+                    _SUSPENDED_S,
+                )
+        else:
+            self._faulty_steps = 0
+        self._known_faults = self.faults
 
     def _prepare(
         self,
@@ -228,7 +272,8 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         now_s: float,
     ) -> PlannedStep:
         if not prefilling and not could_admit(self):
-            return PlannedStep(planner.nothing_to_prefill())
+            own_slo_s = self._slos.tightest_tbt_s(request.request_id for request in self.running)
+            return PlannedStep(planner.nothing_to_prefill(own_slo_s))
         if isinstance(self.waiting, SlackQueue):
             self._rank(self.waiting, planner, prefilling, now_s)
         if len(prefilling) == len(self.running):
@@ -238,8 +283,8 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         load = StepLoad(
             decodes=before.decodes,
             demands=demands,
-            demands_could_use_tokens=could_use,
-            own_slo_s=self._slos.tightest_tbt_s(before.decode_needs, self.requests),
+            demands_could_use_tokens=could_use and not self._is_throttled,
+            own_slo_s=self._slos.tightest_tbt_s(before.decode_needs),
             base_tokens=self.max_num_scheduled_tokens,
             slack_s=self._slack_s(planner, before, now_s),
         )

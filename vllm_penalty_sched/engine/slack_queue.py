@@ -21,8 +21,9 @@ from vllm_penalty_sched.ordering import split_by_deadline
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-# What late prompts are owed of the prompt tokens that go ahead of them: it bounds their wait.
-LATE_SHARE = 0.01
+# What is owed of the prompt tokens that go ahead of them: to late prompts, which bounds their wait,
+# and to those without a deadline, which nobody's loose deadline is to outrank.
+LATE_SHARE, FREE_SHARE = 0.01, 0.5
 # So many prompts are ranked anew in every step, more of them every few steps, and of all that wait
 # those that are due first: a step's share of the work is bounded.
 _RANKED_EACH_STEP, _MOST_RANKED = 32, 256
@@ -40,6 +41,7 @@ class _Entry:
     request: Request
     tokens: int
     home: list[_Entry]
+    is_free: bool
 
 
 _place = attrgetter("priority", "deadline_s", "arrival")
@@ -50,8 +52,9 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
 
     Within one priority (there is only one under the fcfs policy), prompts with their deadline ahead
     go like this: by deadline, the largest set that can be in time one after the other; then those
-    given up for it. The others, late or without a deadline, go as they arrived; the oldest of them
-    goes first once many times its own tokens went ahead of it, so that it is served under any load.
+    given up for it. The others, late or without a deadline, go as they arrived. The oldest of the
+    late ones goes first once many times its own tokens went ahead of it, so that it is served under
+    any load, and the oldest of those that never had a deadline once twice its own tokens did.
 
     vLLM uses a waiting queue through ``RequestQueue`` alone (0.28-0.33): this one takes its place.
     """
@@ -81,7 +84,8 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
         self._others: list[_Entry] = []
         self._ranked: deque[_Entry] = deque()  # those of _ahead, in the order of service
         self._popped: dict[str, _Entry] = {}
-        self._owed_tokens = 0.0
+        self._free: deque[_Entry] = deque()  # those of _others that never had a deadline
+        self._owed_tokens = {LATE_SHARE: 0.0, FREE_SHARE: 0.0}
         self._calls_until_ranked = 0
 
     def rank(
@@ -131,6 +135,7 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
             # vLLM preempts the youngest first and prepends each: the last one is the oldest.
             self._add(request, -math.inf, -next(self._arrivals), self._preempted)
         elif entry is not None:
+            self._count(entry, is_back=True)
             self._insert(entry, is_first=True)
         else:
             self.add_request(request)
@@ -173,9 +178,15 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Take out those of the requests that are in the queue."""
-        for request in requests:
-            if request.request_id in self._entries:
-                self.remove_request(request)
+        gone = {
+            id(entry)
+            for request in requests
+            if (entry := self._entries.pop(request.request_id, None)) is not None
+        }
+        for queue in (self._preempted, self._ahead, self._others):
+            queue[:] = [entry for entry in queue if id(entry) not in gone]
+        self._ranked = deque(entry for entry in self._ranked if id(entry) not in gone)
+        self._free = deque(entry for entry in self._free if id(entry) not in gone)
 
     def __bool__(self) -> bool:
         """Return whether anything waits."""
@@ -201,28 +212,34 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
         if not heads:
             raise IndexError("peek from an empty queue")
         first = min(heads, key=_priority)  # of equals the earliest
-        oldest = self._others[0] if self._others else None
-        if (
-            oldest is not None
-            and first.home is self._ahead
-            and oldest.priority == first.priority
-            and self._owed_tokens >= oldest.tokens
-        ):
-            return oldest
+        if first.home is self._ahead and self._others:
+            for share, oldest in self._oldest_of_the_others():
+                if oldest.priority == first.priority and self._owed_tokens[share] >= oldest.tokens:
+                    return oldest
         return first
 
-    def _count(self, entry: _Entry) -> None:
-        if entry.home is self._others:
-            self._owed_tokens = max(0.0, self._owed_tokens - entry.tokens)
-        elif self._others and entry.request.status in READY:
-            self._owed_tokens += LATE_SHARE * entry.tokens
+    def _oldest_of_the_others(self) -> Iterator[tuple[float, _Entry]]:
+        """Yield who goes first by what is owed, and of which share."""
+        if self._free:
+            yield FREE_SHARE, self._free[0]
+        yield LATE_SHARE, self._others[0]
+
+    def _count(self, entry: _Entry, *, is_back: bool = False) -> None:
+        """Take in who went ahead of the others, was one of them, or did not go after all."""
+        tokens = -entry.tokens if is_back else entry.tokens
+        if entry.home is not self._others and not (self._others and entry.request.status in READY):
+            return
+        for share, owed in self._owed_tokens.items():
+            more = -tokens if entry.home is self._others else share * tokens
+            self._owed_tokens[share] = max(0.0, owed + more)
 
     def _retire(self, earliest_s: float) -> None:
         late = [entry for entry in self._ahead if entry.deadline_s < earliest_s]
         if not late:
             return
-        # All at once, for bursts; the ranking that follows leaves them out.
+        # All at once, for bursts.
         self._ahead[:] = [entry for entry in self._ahead if entry.deadline_s >= earliest_s]
+        self._ranked = deque(entry for entry in self._ranked if entry.deadline_s >= earliest_s)
         for entry in late:
             entry.deadline_s = math.inf
             entry.home = self._others
@@ -232,16 +249,20 @@ class SlackQueue(RequestQueue):  # type: ignore[misc]  # vLLM is not type-checke
     def _add(self, request: Request, deadline_s: float, arrival: int, home: list[_Entry]) -> None:
         priority = request.priority if self._by_priority else 0
         tokens = max(1, self._tokens_left(request))
-        self._insert(_Entry(priority, deadline_s, arrival, request, tokens, home))
+        is_free = home is self._others
+        self._insert(_Entry(priority, deadline_s, arrival, request, tokens, home, is_free))
 
     def _insert(self, entry: _Entry, *, is_first: bool = False) -> None:
         self._entries[entry.request.request_id] = entry
         insort(entry.home, entry, key=_place)
-        if entry.home is self._ahead:
-            (self._ranked.appendleft if is_first else self._ranked.append)(entry)
+        queue = self._ranked if entry.home is self._ahead else self._free
+        if entry.home is self._ahead or entry.is_free:
+            (queue.appendleft if is_first else queue.append)(entry)
 
     def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.request.request_id]
         del entry.home[bisect_left(entry.home, _place(entry), key=_place)]
         if entry.home is self._ahead:
             self._ranked.remove(entry)
+        elif entry.is_free:
+            self._free.remove(entry)

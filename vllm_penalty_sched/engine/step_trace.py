@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,6 +21,8 @@ MOST_BYTES = 64 * 1024 * 1024
 """A file of this size is renamed to ``<name>.1``, over an earlier one, and a new one begun."""
 
 _WRITE_PERIOD_S = 0.5
+# Of a disk that hangs; about 60 MB.
+_MOST_WAITING = 100_000
 
 
 class StepTrace:
@@ -53,7 +56,7 @@ class StepTrace:
             margin: The margin in force after it.
             choices: Where prompts that came since the step before are prefilled, and why.
         """
-        if self._has_failed:
+        if self._has_failed or self._steps.qsize() >= _MOST_WAITING:
             return
         decision = step.decision
         self._steps.put(
@@ -87,17 +90,15 @@ class StepTrace:
         self._write()
 
     def _write(self) -> None:
-        lines = []
-        while True:
-            try:
-                lines.append(json.dumps(self._steps.get_nowait()) + "\n")
-            except Empty:
-                break
-        if not lines or self._has_failed:
+        steps = []
+        with suppress(Empty):
+            while True:
+                steps.append(self._steps.get_nowait())
+        if not steps or self._has_failed:
             return
         try:
-            self._append("".join(lines))
-        except (OSError, ValueError) as error:  # such as a full disk, or a path with a null byte
+            self._append("".join(json.dumps(step) + "\n" for step in steps))
+        except Exception as error:  # noqa: BLE001  # a full disk, a path with a null byte, ...
             self._has_failed = True
             log.warning("the step trace ends here: cannot write %s: %s", self._path, error)
 
@@ -110,7 +111,8 @@ class StepTrace:
             file.write(text)
             is_full = file.tell() >= MOST_BYTES
         if is_full:
-            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+            with suppress(FileNotFoundError):  # another engine writes here, and was first
+                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
 
     def _ends_within_a_line(self) -> bool:
         """Return whether a process that was killed left half a line behind."""
