@@ -228,6 +228,10 @@ class Planner:
         was_cold = self.is_cold
         self._learn_speed(shape, seconds, decision)
         predicted_s = self.model.observe(shape, seconds)
+        if not shape.prefills:
+            self._follow(self._cold_start.decode_only_s if was_cold else predicted_s)
+        if decision is None:
+            self.latest_slo_s = self._default_slo_s
         is_judged = shape.decode_seqs and not was_cold and not shape.encoder_tokens
         if is_judged and predicted_s is not None:
             self._learn_noise(shape, seconds, predicted_s, decision)
@@ -249,6 +253,12 @@ class Planner:
         else:
             default_s = None
         return _tighter(own_slo_s, default_s)
+
+    def _follow(self, decode_only_s: float | None) -> None:
+        """Let a derived SLO follow the decode-only time while nobody wants prefill."""
+        is_sound = decode_only_s is not None and _SHORTEST_STEP_S < decode_only_s < _LONGEST_STEP_S
+        if self._settings.tbt_slo_ms is None and is_sound:
+            self._default_slo_s = self.slo_s(None, decode_only_s)
 
     def _learn_speed(self, shape: BatchShape, seconds: float, decision: Decision | None) -> None:
         # Only from steps that could have used more: a short prompt alone says nothing of the speed.

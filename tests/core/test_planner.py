@@ -202,6 +202,25 @@ def test_with_nothing_to_prefill_the_slo_in_force_is_that_of_those_who_decode() 
     assert planner.nothing_to_prefill().slo_s == planner.latest_slo_s == 0.100
 
 
+def test_a_derived_slo_follows_the_decodes_while_nobody_wants_prefill() -> None:
+    planner = Planner(Settings(tbt_slo_scale=2.0), learned(200))
+    for seqs in (100, 4):
+        decodes = BatchShape(decode_seqs=seqs, decode_tokens=seqs, decode_context=1000 * seqs)
+        for _ in range(20):
+            planner.learn(decodes, gpu_like_s(decodes), planner.nothing_to_prefill())
+
+        expected_s = 2.0 * gpu_like_s(decodes)
+        assert planner.nothing_to_prefill().slo_s == pytest.approx(expected_s, rel=0.05)
+
+
+def test_the_slo_of_steps_that_were_not_planned_is_known_too() -> None:
+    planner = Planner(Settings(tbt_slo_scale=2.0), learned(200))
+    for _ in range(5):
+        planner.learn(DECODES, gpu_like_s(DECODES), None)
+
+    assert planner.latest_slo_s == pytest.approx(2.0 * gpu_like_s(DECODES), rel=0.05)
+
+
 def prefill_only(tokens: int) -> BatchShape:
     return BatchShape(prefills=((tokens, 0),))
 

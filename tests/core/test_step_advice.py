@@ -28,7 +28,8 @@ def test_an_slo_below_the_decode_only_time_names_the_batch_and_the_slo_that_woul
     found = advice(decodes, beyond)
 
     text = str(found["infeasible"])
-    assert "SLO infeasible 13% of the time" in text
+    # The steps with more than 80 decodes as well, in which nobody wanted prefill.
+    assert "SLO infeasible 59% of the time" in text
     assert "the decode batch is too large" in text
     assert "lower --max-num-seqs to about 80" in text
     assert "raise tbt_slo_ms to about 75" in text
@@ -39,6 +40,50 @@ def test_an_infeasible_slo_without_a_batch_that_holds_it_names_only_the_slo() ->
 
     assert "raise tbt_slo_ms to about 75" in str(found["infeasible"])
     assert "--max-num-seqs to about" not in str(found["infeasible"])
+
+
+def test_an_slo_that_no_batch_holds_does_not_blame_the_batch() -> None:
+    alone = [step(60.0, decodes=1)] * 10
+
+    text = str(advice(alone, [step(62.0, decodes=9, reason=Reason.INFEASIBLE)] * 20)["infeasible"])
+
+    assert "a batch of 1 takes longer already; raise tbt_slo_ms" in text
+    assert "too large" not in text
+
+
+def test_without_prefills_an_slo_below_the_decode_only_time_is_infeasible_too() -> None:
+    found = advice([step(60.0)] * 100)
+
+    assert "SLO infeasible 100% of the time" in str(found["infeasible"])
+    assert "overruns" not in found
+
+
+def test_an_engine_that_is_full_says_so() -> None:
+    full = [step(49.0, prefill=200)] * 95 + [step(20.0)] * 5
+
+    text = str(advice(full)["full"])
+
+    assert "prefills were cut to fit the SLO in 95% of the steps and used 100%" in text
+    assert "add an engine" in text
+    assert "full" not in advice(full[20:], [step(20.0)] * 20)
+
+
+def test_where_noise_takes_the_room_the_slo_is_not_blamed() -> None:
+    noisy = [step(20.0, reason=Reason.DEFERRED, margin=0.9)] * 100
+
+    text = str(advice(CALM, noisy)["deferred"])
+
+    assert "the machine's noise takes the room (margin 90%)" in text
+    assert "too little room" not in text
+
+
+def test_predictions_that_scatter_ask_for_no_calibration() -> None:
+    high, low = step(40.0, predicted_ms=50.0), step(40.0, predicted_ms=30.0)
+
+    text = str(advice([high, low] * 50)["predictions"])
+
+    assert "high and low alike" in text
+    assert "recalibrate" not in text
 
 
 def test_the_batch_is_judged_by_the_times_at_which_it_was_too_large() -> None:
@@ -161,7 +206,7 @@ def test_budgets_that_go_unused_point_to_the_kv_cache() -> None:
 
 
 def test_decode_only_steps_that_overrun_name_the_slo_that_they_would_hold() -> None:
-    over = [step(60.0)] * 50
+    over = [step(60.0, predicted_ms=48.0)] * 50
 
     text = str(advice(CALM, over)["overruns"])
 

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 from tests.core.test_latency import learned  # noqa: E402
 from tests.engine.virtual import make_engine  # noqa: E402
 from vllm_penalty_sched import ConfigError, ModelFileError, Scheduler  # noqa: E402
+from vllm_penalty_sched.engine.configuration import ranked_path  # noqa: E402
 
 
 def test_settings_come_inline_or_from_a_file(tmp_path: Path) -> None:
@@ -76,3 +77,15 @@ def test_settings_that_do_nothing_are_told_at_the_start_in_a_line_each(
         assert len(told) == 2
         assert "tbt_slo_scale (3)" in told[0]
         assert "pacing (deadline)" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "rank", "own"),
+    [
+        ("logs/steps.jsonl", 0, "logs/steps.jsonl"),
+        ("logs/steps.jsonl", 2, "logs/steps.2.jsonl"),
+        ("logs/steps", 1, "logs/steps-1"),  # steps.1 is the first rank's rotated file
+    ],
+)
+def test_each_rank_has_a_path_of_its_own(path: str, rank: int, own: str) -> None:
+    assert ranked_path(path, rank) == own

@@ -123,6 +123,19 @@ def test_the_trace_has_one_line_for_each_step_that_ran(tmp_path: Path) -> None:
     )
 
 
+def test_the_trace_of_an_observer_tells_the_slo(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    settings = {"trace_path": str(path), "mode": "observe", "tbt_slo_ms": 56.0}
+    engine = make_engine(Scheduler, settings)
+    start_decodes(engine, 4, output=50)
+    play(engine, 1000)
+    engine.scheduler._trace.close()
+
+    log = read_step_log([TraceText(source="trace", text=path.read_text())])
+
+    assert {step.slo_s for step in log.steps} == {0.056}
+
+
 def test_a_trace_goes_on_readably_behind_a_line_that_a_kill_cut(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     for _ in range(2):

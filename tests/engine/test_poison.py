@@ -112,7 +112,7 @@ def test_a_path_that_cannot_be_written_costs_the_file_and_nothing_else(
         run_mixed_load(engine)
         engine.scheduler._trace.close()
         engine.scheduler.shutdown()
-        engine.scheduler._saver._write()
+        engine.scheduler._saver.write()
 
     assert is_clean(engine)
     assert engine.scheduler.faults == 0
@@ -146,7 +146,7 @@ def test_a_full_disk_costs_the_state_and_nothing_else(
 
     with caplog.at_level(logging.WARNING, LOG):
         run_mixed_load(engine)
-        engine.scheduler._saver._write()
+        engine.scheduler._saver.write()
 
     assert is_clean(engine)
     assert engine.scheduler.faults == 0

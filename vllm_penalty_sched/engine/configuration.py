@@ -56,6 +56,8 @@ def ranked_path(path: str, rank: int) -> str:
     if rank == 0:
         return path
     name = Path(path)
+    if not name.suffix:  # a trace's <name>.1 is the rotated one
+        return f"{path}-{rank}"
     return str(name.with_name(f"{name.stem}.{rank}{name.suffix}"))
 
 

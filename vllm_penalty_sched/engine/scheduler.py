@@ -367,7 +367,12 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
             margin = planner.margin.relative
             choices = self.sides.take_notes() if self.sides is not None else ()
             self._trace.add(
-                step, done_s=now_s, predicted_s=predicted_s, margin=margin, choices=choices
+                step,
+                done_s=now_s,
+                predicted_s=predicted_s,
+                margin=margin,
+                slo_s=planner.latest_slo_s,
+                choices=choices,
             )
         self._reports.add(step, predicted_s, planner)
 

@@ -45,6 +45,7 @@ class StepTrace:
         done_s: float,
         predicted_s: float | None,
         margin: float,
+        slo_s: float | None = None,
         choices: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Take in a step that ran.
@@ -54,6 +55,7 @@ class StepTrace:
             done_s: When it completed, the scheduler's clock.
             predicted_s: What the model predicted for it before it learned from it.
             margin: The margin in force after it.
+            slo_s: The SLO in force, of a step that was not planned.
             choices: Where prompts that came since the step before are prefilled, and why.
         """
         if self._has_failed or self._steps.qsize() >= _MOST_WAITING:
@@ -70,7 +72,7 @@ class StepTrace:
                 "prefill_ratio": round(step.shape.prefill_ratio, 6),
                 "reason": decision.reason if decision else None,
                 "budget_tokens": decision.prefill_tokens if decision else None,
-                "slo_s": decision.slo_s if decision else None,
+                "slo_s": decision.slo_s if decision else slo_s,
                 "decode_only_s": decision.decode_only_s if decision else None,
                 "predicted_s": predicted_s,
                 "observed_s": step.seconds,

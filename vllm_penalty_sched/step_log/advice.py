@@ -36,6 +36,12 @@ GRAPH_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 GRAPH_WINDOW, LEAST_GRAPH_STEPS = 0.2, 10
 # A jump by this factor more than tokens and context grew by.
 GRAPH_JUMP = 1.2
+# A margin above this is noise, and no longer that of a cold start.
+NOISY_MARGIN = 0.5
+# An engine is full if prefills are cut in so many of its steps and use so much of their budgets.
+FULL_STEP_SHARE, FULL_BUDGET_USE = 0.8, 0.9
+# Errors that are high and low alike scatter: their mean is below this share of their size.
+SCATTER_SHARE = 0.3
 # Of its decode-only time, what a feasible SLO should leave for prefills.
 ROOM = 0.25
 # A smaller batch is advised if it is at least this share of the one that is too large.
@@ -86,10 +92,10 @@ def _unsteered(_table: StepTable, summary: StepSummary) -> Advice | None:
 
 
 def _infeasible(table: StepTable, summary: StepSummary) -> Advice | None:
-    share = summary.share_of(Reason.INFEASIBLE)
-    if share.time_share <= INFEASIBLE_TIME_SHARE:
+    is_infeasible = _is_infeasible(table)
+    time_share = float(np.sum(table.observed_s[is_infeasible])) / summary.busy_s
+    if time_share <= INFEASIBLE_TIME_SHARE:
         return None
-    is_infeasible = table.has_reason(Reason.INFEASIBLE)
     slo_s = _median(table.slo_s[is_infeasible])
     alone_s = estimate_decode_only_s(table)[is_infeasible]
     alone_s = alone_s[~np.isnan(alone_s)]
@@ -104,15 +110,32 @@ def _infeasible(table: StepTable, summary: StepSummary) -> Advice | None:
         ways.append(f"raise tbt_slo_ms to about {_rounded(enough_ms)}")
     return Advice(
         rule="infeasible",
-        finding=f"SLO infeasible {share.time_share:.0%} of the time",
-        change="the decode batch is too large for it; "
+        finding=f"SLO infeasible {time_share:.0%} of the time",
+        change=_why_infeasible(table, usual_seqs, most_seqs)
         + (" or ".join(ways) or "lower --max-num-seqs or raise tbt_slo_ms"),
     )
 
 
+def _why_infeasible(table: StepTable, usual_seqs: float, most_seqs: int | None) -> str:
+    seqs, counts = np.unique(table.decode_seqs[table.is_decode_only], return_counts=True)
+    tried = seqs[counts >= LEAST_COUNT_STEPS]
+    if most_seqs is None and tried.size and tried[0] < max(2.0, LEAST_BATCH_SHARE * usual_seqs):
+        return f"a batch of {tried[0]:.0f} takes longer already; "
+    return "the decode batch is too large for it; "
+
+
+def _is_infeasible(table: StepTable) -> NDArray[np.bool_]:
+    """Return the steps of which the decodes alone were known to take longer than the SLO.
+
+    Also those in which nobody wanted prefill: the plugin tells those by no reason of their own.
+    """
+    is_too_long = table.is_decode_only & (table.predicted_s > table.slo_s)  # not where NaN
+    return table.has_reason(Reason.INFEASIBLE) | is_too_long
+
+
 def _most_decode_seqs(table: StepTable, slo_s: float) -> int | None:
     """Return the most decodes of which the median decode-only step held the SLO."""
-    places = np.flatnonzero(table.has_reason(Reason.INFEASIBLE))
+    places = np.flatnonzero(_is_infeasible(table))
     between = np.zeros(table.done_s.size, dtype=np.bool_)
     between[places[0] : places[-1] + 1] = True
     # The machine may have been quicker at other times: those count only if nothing else does.
@@ -131,6 +154,7 @@ def _deferred(table: StepTable, summary: StepSummary) -> Advice | None:
         return None
     slo_s = _median(table.slo_s[table.has_reason(Reason.DEFERRED)])
     alone_s = _median(estimate_decode_only_s(table)[table.has_reason(Reason.DEFERRED)])
+    margin = _median(table.margin[table.has_reason(Reason.DEFERRED)])
     room = ""
     if slo_s is not None and alone_s is not None:
         room = f" (SLO {1e3 * slo_s:.1f} ms, decode-only step {1e3 * alone_s:.1f} ms)"
@@ -138,8 +162,11 @@ def _deferred(table: StepTable, summary: StepSummary) -> Advice | None:
         rule="deferred",
         finding=f"prefills were deferred {share:.0%} of steps, "
         f"at the longest for {summary.longest_wait_s:.2f} s{room}",
-        change="the SLO leaves too little room for a chunk; raise tbt_slo_ms, lower "
-        "--max-num-seqs, or send fewer requests to this engine",
+        change=f"the machine's noise takes the room (margin {margin:.0%}): find the other load, or "
+        "raise miss_rate"
+        if margin is not None and margin > NOISY_MARGIN
+        else "the SLO leaves too little room for a chunk; raise tbt_slo_ms, lower --max-num-seqs, "
+        "or send fewer requests to this engine",
     )
 
 
@@ -211,20 +238,27 @@ def _jump_above(table: StepTable, size: int) -> _Jump | None:
 
 
 def _predictions(_table: StepTable, summary: StepSummary) -> Advice | None:
-    off = [
-        f"{error.mape:.0%} for {kind} steps (bias {error.bias:+.0%})"
+    off = {
+        kind: error
         for kind, error in (
             ("mixed", summary.mixed_error),
             ("decode-only", summary.decode_only_error),
         )
         if error and error.steps >= LEAST_PREDICTED_STEPS and error.mape > PREDICTION_ERROR
-    ]
+    }
     if not off:
         return None
+    told = [
+        f"{error.mape:.0%} for {kind} steps (bias {error.bias:+.0%})" for kind, error in off.items()
+    ]
+    scatters = all(abs(error.bias) < SCATTER_SHARE * error.mape for error in off.values())
     return Advice(
         rule="predictions",
-        finding=f"predictions are off by more than {PREDICTION_ERROR:.0%}: {' and '.join(off)}",
-        change="recalibrate (vllm-penalty calibrate), or check for other tenants of the machine",
+        finding=f"predictions are off by more than {PREDICTION_ERROR:.0%}: {' and '.join(told)}",
+        change="they are high and low alike, so the steps scatter: check for other tenants of the "
+        "machine"
+        if scatters
+        else "recalibrate (vllm-penalty calibrate), or check for other tenants of the machine",
     )
 
 
@@ -266,8 +300,21 @@ def _unused(_table: StepTable, summary: StepSummary) -> Advice | None:
     )
 
 
+def _full(_table: StepTable, summary: StepSummary) -> Advice | None:
+    share, use = summary.share_of(Reason.SLO).step_share, summary.budget_use
+    if share <= FULL_STEP_SHARE or use is None or use <= FULL_BUDGET_USE:
+        return None
+    return Advice(
+        rule="full",
+        finding=f"prefills were cut to fit the SLO in {share:.0%} of the steps and used {use:.0%} "
+        "of their budgets",
+        change="prompts come faster than the SLO lets them in; if first tokens are late, raise "
+        "tbt_slo_ms or add an engine",
+    )
+
+
 def _overruns(table: StepTable, _summary: StepSummary) -> Advice | None:
-    is_feasible = table.has_decodes & ~np.isnan(table.slo_s) & ~table.has_reason(Reason.INFEASIBLE)
+    is_feasible = table.has_decodes & ~np.isnan(table.slo_s) & ~_is_infeasible(table)
     decode_only = is_feasible & table.is_decode_only
     own = float(np.mean(table.is_over[decode_only])) if decode_only.any() else 0.0
     if own > OVERRUN_SHARE:
@@ -313,4 +360,5 @@ _RULES: tuple[_Rule, ...] = (
     _deferred,
     _cold,
     _unused,
+    _full,
 )
