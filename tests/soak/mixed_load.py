@@ -83,17 +83,20 @@ class MixedLoad:
 
     Attributes:
         seen: Answers by kind and what came: ``plain 200``, ``malformed 400``, ``plain aborted``.
+        gaps: When each gap between tokens ended, seconds of the load, and how long it was, of
+            streams without an SLO of their own.
     """
 
     def __init__(self, url: str, model: str, *, clients: int, pause_s: float, seed: int) -> None:
         self.seen: Counter[str] = Counter()
+        self.gaps: list[tuple[float, float]] = []
         self._url, self._model = url, model
         self._clients, self._pause_s, self._seed = clients, pause_s, seed
 
     async def run(self, seconds: float, watch: Callable[[float], None], period_s: float) -> None:
         """Send requests for so long, and call ``watch`` with the time once a period."""
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        self._began_s = began_s = loop.time()
         async with httpx.AsyncClient(base_url=self._url, timeout=TIMEOUT_S) as client:
             tasks = [
                 asyncio.create_task(self._client(client, random.Random(f"{self._seed} {number}")))
@@ -106,6 +109,7 @@ class MixedLoad:
             await asyncio.gather(*tasks)
 
     _is_over = False
+    _began_s = 0.0
 
     async def _client(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         while not self._is_over:
@@ -126,10 +130,23 @@ class MixedLoad:
                 answer = await client.post("/v1/completions", json=body)
                 return _judge(answer.status_code, answer.text, body)
             async with client.stream("POST", "/v1/completions", json=body) as streamed:
-                text = "".join([chunk async for chunk in streamed.aiter_text()])
-                return _judge(streamed.status_code, text, body)
+                return _judge(streamed.status_code, await self._read(streamed, body), body)
         except httpx.HTTPError as error:
             return type(error).__name__
+
+    async def _read(self, streamed: httpx.Response, body: Body) -> str:
+        loop = asyncio.get_running_loop()
+        chunks: list[str] = []
+        before_s = None
+        async for chunk in streamed.aiter_text():
+            chunks.append(chunk)
+            if "vllm_xargs" in body or not chunk.startswith("data: {"):
+                continue
+            now_s = loop.time() - self._began_s
+            if before_s is not None:
+                self.gaps.append((now_s, now_s - before_s))
+            before_s = now_s
+        return "".join(chunks)
 
 
 def _judge(status: int, text: str, body: Body) -> str:

@@ -26,7 +26,7 @@ from vllm_penalty_sched.files import write_json
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.serving.server import CPU_ENGINE_ARGS, RunningServer, ServerSpec, serve
 from vllm_penalty_sched.serving.tiny_model import DEMO_MODEL, make_tiny_model
-from vllm_penalty_sched.step_log.records import TraceText, read_step_log
+from vllm_penalty_sched.step_log.records import StepTable, TraceText, read_step_log
 from vllm_penalty_sched.step_log.summary import summarize_steps
 
 PERIOD_S = 10.0
@@ -122,6 +122,7 @@ def soak(name: str, folder: Path, arguments: argparse.Namespace) -> dict[str, An
             process: late_slope_mib_per_hour(samples) for process, samples in memory.items()
         },
         "memory_mib": memory,
+        "gaps": gap_figures(load.gaps, arguments.tbt_slo_ms / 1e3),
     }
     return found | (slo_figures(trace) if ours else {})
 
@@ -135,21 +136,41 @@ def _without_details(line: str) -> str:
     return re.sub(r"[0-9a-f]{8,}|\d+", "N", line)[:200]
 
 
+def gap_figures(gaps: Sequence[tuple[float, float]], slo_s: float) -> dict[str, Any]:
+    """Return what a client sees of the SLO: gaps between tokens, in all and by the minute."""
+    ended_s, length_s = np.array(gaps).T
+    is_held = length_s <= slo_s
+    minute = ended_s // 60
+    return {
+        "gaps": len(gaps),
+        "p50_ms": round(1e3 * float(np.quantile(length_s, 0.5)), 1),
+        "p99_ms": round(1e3 * float(np.quantile(length_s, 0.99)), 1),
+        "longest_ms": round(1e3 * float(length_s.max()), 1),
+        "held_share": round(float(is_held.mean()), 4),
+        "held_share_by_minute": [
+            round(float(is_held[minute == one].mean()), 4) for one in np.unique(minute)
+        ],
+    }
+
+
 def slo_figures(trace: Path) -> dict[str, Any]:
+    """Return what the scheduler's own trace says: of every step with decodes, by its own SLO."""
     log = read_step_log([TraceText(source=trace.name, text=trace.read_text(encoding="utf-8"))])
-    summary = summarize_steps(log)
-    judged = [step for step in log.steps if step.shape.decode_seqs and step.slo_s]
-    start_s = log.steps[0].done_s
-    by_minute: dict[int, list[bool]] = {}
-    for step in judged:
-        minute = int((step.done_s - start_s) // 60)
-        by_minute.setdefault(minute, []).append(step.observed_s <= (step.slo_s or 0.0))
+    summary, table = summarize_steps(log), StepTable.of(log.steps)
+    assert summary.slo is not None
+    is_judged = table.has_decodes & ~np.isnan(table.slo_s)
+    minute = (table.done_s - table.done_s[0]) // 60
+    late = [step.reason for step, is_over in zip(log.steps, table.is_over, strict=True) if is_over]
     return {
         "steps": summary.steps,
-        "slo_held_share": summary.slo.held_share if summary.slo else None,
+        "slo_held_share": summary.slo.held_share,
+        "slo_held_share_of_mixed_steps": summary.slo.mixed_held_share,
+        "slo_held_share_of_decode_only_steps": summary.slo.decode_only_held_share,
         "slo_held_share_by_minute": [
-            round(float(np.mean(held)), 4) for _, held in sorted(by_minute.items())
+            round(1.0 - float(table.is_over[is_judged & (minute == one)].mean()), 4)
+            for one in np.unique(minute[is_judged])
         ],
+        "late_steps_by_reason": dict(Counter(map(str, late))),
         "longest_wait_s": summary.longest_wait_s,
         "reasons": {str(one.reason): one.steps for one in summary.reasons},
     }
@@ -175,7 +196,11 @@ def main() -> int:
         ours = soak("penalty", folder, arguments)
     problems = problems_of(ours, stock)
     for name, run in (("stock", stock), ("penalty", ours)):
-        print(name, {key: value for key, value in run.items() if key != "memory_mib"})
+        print(
+            name,
+            run["gaps"],
+            {key: value for key, value in run.items() if key not in ("memory_mib", "gaps")},
+        )
     print(*problems or ["nothing that stock does not show"], sep="\n")
     if arguments.json:
         command = shlex.join(["python", "-m", "tests.soak.server", *sys.argv[1:]])
