@@ -14,6 +14,9 @@ KEY = "penalty_sched"
 
 MAX_SLO_MS = 3_600_000.0
 
+# In a settings file, which needs one object in another.
+_MOST_BRACKETS = 100
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -116,6 +119,8 @@ def settings_in_json(text: str, *, source: str) -> dict[str, Any]:
     Raises:
         ConfigError: If it is no such object.
     """
+    if text.count("[") + text.count("{") > _MOST_BRACKETS:  # deep ones overflow the stack
+        raise ConfigError(f"{source} is no settings file: it holds too many lists and objects")
     try:
         values = json.loads(text)
     except ValueError as error:

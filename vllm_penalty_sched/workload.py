@@ -11,6 +11,12 @@ from vllm_penalty_sched.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
+MOST_REQUESTS = 10_000_000
+"""More requests than this would fill the memory: they are taken for a slip."""
+
+MOST_TOKENS = 10_000_000
+"""A longer prompt or output is taken for a slip: the contexts of served models end below."""
+
 # Valid ids of ordinary tokens in every vocabulary of 2000 or more.
 FIRST_PROMPT_TOKEN_ID, LAST_PROMPT_TOKEN_ID = 260, 1999
 
@@ -68,17 +74,19 @@ class LoadSpec:
     length_jitter: float = 0.25
 
     def __post_init__(self) -> None:
-        for name in (
-            "steady_requests",
-            "steady_prompt_tokens",
-            "steady_output_tokens",
-            "injected_prompt_tokens",
-            "injected_output_tokens",
+        for name, least, most in (
+            ("steady_requests", 1, MOST_REQUESTS),
+            ("steady_prompt_tokens", 1, MOST_TOKENS),
+            ("steady_output_tokens", 1, MOST_TOKENS),
+            ("injected_prompt_tokens", 1, MOST_TOKENS),
+            ("injected_output_tokens", 1, MOST_TOKENS),
+            ("injected_requests", 0, MOST_REQUESTS),
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.injected_requests < 0:
-            raise ConfigError(f"injected_requests must be >= 0, got {self.injected_requests}")
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name} must be >= {least}, got {value}")
+            if value > most:
+                raise ConfigError(f"{name} must be <= {most}, got {value}")
         if not 0.0 <= self.length_jitter < 1.0:
             raise ConfigError(f"length_jitter must be in [0, 1), got {self.length_jitter}")
 

@@ -12,6 +12,7 @@ from vllm_penalty_sched.calibration.samples import SamplesOrigin, write_samples
 from vllm_penalty_sched.cli.program import main, make_parser
 from vllm_penalty_sched.serving.demo import settings_from_arguments
 
+LOAD = ["--model", "no-such-model", "--synthetic", "poisson:1:100:10"]
 HEAVY_MODULES = {"matplotlib", "sklearn", "torch", "vllm", "aiohttp", "tokenizers"}
 
 
@@ -21,7 +22,16 @@ HEAVY_MODULES = {"matplotlib", "sklearn", "torch", "vllm", "aiohttp", "tokenizer
         (["demo", "--slo-factor", "1"], "slo_factor must be > 1, got 1.0"),
         (["demo", "--steady", "0"], "steady_requests must be >= 1, got 0"),
         (["demo", "--model", "./no-such-folder"], "model must be a folder or a hub name"),
+        (["demo", "--seed", "-1"], "seed must be >= 0, got -1"),
+        (["demo", "--prompts", "1000000000"], "injected_requests must be <= 10000000"),
+        (["demo", "--json", "."], "cannot write .: Is a directory"),
         (["make-model", "unused", "--hidden", "10"], "hidden_size must be a multiple"),
+        (["make-model", "unused", "--seed", "-1"], "seed must be >= 0, got -1"),
+        (["check", "no-such-file", "--json", ""], "cannot write .: Is a directory"),
+        (["report", "no-such-file", "--json", "/proc/no-such/x"], "cannot write /proc/no-such/x"),
+        (["advise", *LOAD, "--json", "."], "cannot write .: Is a directory"),
+        (["capacity", *LOAD[2:], "--json", "."], "cannot write .: Is a directory"),
+        (["simulate", *LOAD[2:], "--json", ""], "cannot write .: Is a directory"),
     ],
 )
 def test_bad_input_ends_with_status_2_and_one_line(
@@ -129,8 +139,10 @@ def test_check_warns_of_settings_that_do_nothing(
         ('{"tbt_slo_ms": -1, "mode": "go", "slo": 5}', ["tbt_slo_ms", "got -1", "'go'", "slo"]),
         ('{"model": "no-such-model.json"}', ["no-such-model.json"]),
         ("{", ["not JSON"]),
+        ("[" * 100_000, ["no settings file"]),
         (None, ["No such file"]),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_check_tells_every_mistake_in_one_line(
     text: str | None, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -200,6 +212,33 @@ def test_fit_saves_a_step_time_model_that_knows_where_it_is_from(
     assert model.predict_s(BatchShape(decode_seqs=8, decode_tokens=8, decode_context=800)) > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--synthetic", "poisson:1:9:9", "--duration", "inf"], "at most 10000000 requests"),
+        (["--synthetic", "poisson:1:9:9", "--ttft-slo-ms", "1e-9"], "within 10000000 times"),
+        (["--live", "http://127.0.0.1:1/ x"], "cannot read http://127.0.0.1:1/ x/metrics"),
+    ],
+)
+def test_advise_refuses_bad_traffic_in_one_line(
+    options: list[str],
+    message: str,
+    samples_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = str(tmp_path / "m.json")
+    main(["fit", str(samples_path), "--form", "step", "--out", model])
+    capsys.readouterr()
+
+    status = main(["advise", "--model", model, "--kv-bytes-per-token", "1000", *options])
+
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.err.count("\n") == 1
+    assert message in printed.err
+
+
 @pytest.mark.slow
 def test_plot_writes_a_picture(samples_path: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -220,7 +259,10 @@ def test_plot_writes_a_picture(samples_path: Path, tmp_path: Path) -> None:
         (["fit", "SAMPLES", "--form", "curve", "--degree", "0"], "degree must be >= 1, got 0"),
         (["fit", "SAMPLES", "--form", "curve", "--degree", "30"], "more than 30 different"),
         (["fit", "NONSENSE", "--form", "step"], "nonsense.csv"),
+        (["fit", "SAMPLES", "--form", "step", "--out", ""], "Is a directory"),
+        (["fit", "ODD", "--form", "step"], "column seconds: must be a number from 1e-09 to 1e+09"),
         (["plot", "SAMPLES", "--out", "picture.xyz"], "picture.xyz"),
+        (["plot", "SAMPLES", "--out", "NONSENSE/picture.png"], "Not a directory"),
     ],
 )
 def test_fit_and_plot_refuse_bad_input_in_one_line(
@@ -233,9 +275,15 @@ def test_fit_and_plot_refuse_bad_input_in_one_line(
     if arguments[0] == "plot":
         pytest.importorskip("matplotlib")
     (tmp_path / "nonsense.csv").write_bytes(b"\x89PNG\0 nonsense")
-    files = {"SAMPLES": str(samples_path), "NONSENSE": str(tmp_path / "nonsense.csv")}
+    odd = re.sub(r"[^,]*$", "1e300\n", samples_path.read_text())
+    (tmp_path / "odd.csv").write_text(odd)
+    files = {
+        "SAMPLES": str(samples_path),
+        "NONSENSE": str(tmp_path / "nonsense.csv"),
+        "ODD": str(tmp_path / "odd.csv"),
+    }
 
-    status = main([files.get(argument, argument) for argument in arguments])
+    status = main([re.sub("[A-Z]+", lambda name: files[name[0]], word) for word in arguments])
 
     printed = capsys.readouterr()
     assert status == 2

@@ -68,11 +68,21 @@ def test_the_penalty_is_told_where_the_plugin_runs() -> None:
         ("up 1\n", "up 1\n", "is it a vLLM server's"),
         (scrape(10), scrape(10), "no request finished within 10 s"),
         ("", "\x00 {{{ le=\n", "is it a vLLM server's"),
+        (scrape(10), scrape(20).replace("generation", "other"), "is it a vLLM server's"),
+        (scrape(10), scrape(20).replace("20.0", "NaN"), "is it a vLLM server's"),
     ],
 )
 def test_what_is_no_busy_vllm_server_is_refused(before: str, after: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compare_scrapes(before, after, 10.0, source="it")
+
+
+def test_a_bucket_without_a_number_for_a_bound_counts_for_nothing() -> None:
+    strange = 'vllm:request_prompt_tokens_bucket{le="many"} 5\n'
+
+    live = compare_scrapes(scrape(10), strange + scrape(20), 10.0, source="it")
+
+    assert live.traffic.requests_per_s == 1.0
 
 
 class _Metrics(BaseHTTPRequestHandler):
@@ -114,6 +124,9 @@ def test_a_server_is_scraped_twice(url: str) -> None:
         ("http://127.0.0.1:1", 1.0, "cannot read http://127.0.0.1:1/metrics"),
         ("file:///etc/passwd", 1.0, "must begin with http"),
         ("http://127.0.0.1:1", 0.0, "must be > 0 s"),
+        ("http://127.0.0.1:1", float("inf"), "must be > 0 s"),
+        ("http://127.0.0.1:1/ x", 1.0, "cannot read http://127.0.0.1:1/ x/metrics"),
+        ("http://127.0.0.1:port", 1.0, "cannot read http://127.0.0.1:port/metrics"),
     ],
 )
 def test_a_server_that_cannot_be_read_is_told(address: str, seconds: float, message: str) -> None:

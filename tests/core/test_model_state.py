@@ -135,3 +135,8 @@ def test_a_file_with_the_terms_of_an_older_version_is_refused_as_such(tmp_path: 
 def test_a_missing_file_gives_the_same_kind_of_error(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="cannot read"):
         load_model(tmp_path / "none.json")
+
+
+def test_a_name_that_no_file_can_have_is_refused_as_such() -> None:
+    with pytest.raises(ModelFileError, match="cannot read"):
+        load_model("a\0b")

@@ -9,6 +9,8 @@ from tests.strategies import shapes
 from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.calibration.samples import (
     COLUMNS,
+    LEAST_S,
+    MOST_S,
     Sample,
     SamplesOrigin,
     read_samples,
@@ -44,7 +46,7 @@ samples = st.builds(
     series=lines,
     point=lines,
     shape=shapes().map(lambda shape: replace(shape, encoder_tokens=0)),  # of text alone
-    seconds=st.floats(1e-9, 1e6),
+    seconds=st.floats(LEAST_S, MOST_S),
 )
 origins = st.builds(
     SamplesOrigin,
@@ -101,6 +103,9 @@ def test_samples_may_be_appended_one_by_one_and_lines_may_end_as_on_windows() ->
         ("seconds", "nan"),
         ("seconds", "inf"),
         ("seconds", "20 ms"),
+        ("seconds", "1e300"),
+        ("seconds", "1e-300"),
+        ("seconds", "1.1e9"),
     ],
 )
 def test_a_wrong_value_is_told_with_file_line_and_column(column: str, text: str) -> None:
@@ -194,3 +199,9 @@ def test_the_origin_names_what_a_fitted_model_carries_along() -> None:
         ORIGIN.model,
         ORIGIN.vllm_version,
     )
+
+
+@pytest.mark.parametrize("seconds", [LEAST_S / 2, MOST_S * 2, float("nan"), 0.0])
+def test_a_time_that_could_not_be_read_again_is_no_sample(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="seconds must be a number from"):
+        replace(SAMPLE, seconds=seconds)

@@ -52,7 +52,20 @@ def test_nonsense_is_refused_with_the_settings_name(name: str, value: object) ->
         Settings.from_mapping({name: value})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"x"', '{"penalty_sched": 5}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        '"x"',
+        '{"penalty_sched": 5}',
+        "[" * 100_000,
+        '{"mode":' * 100_000,
+    ],
+    ids=lambda value: str(value)[:40],
+)
 def test_a_file_that_holds_no_settings_is_refused_by_its_name(text: str) -> None:
     with pytest.raises(ConfigError, match=r"s\.json"):
         Settings.from_json(text, source="s.json")

@@ -74,6 +74,26 @@ def test_a_rotated_or_gzipped_trace_reads_as_one(rotated: str, newest: str, tmp_
     assert (figures["steps"], figures["runs"]) == (22, 1)
 
 
+def test_a_trace_that_was_gzipped_since_is_found_by_its_name(tmp_path: Path) -> None:
+    for name, steps in (("steps.jsonl.1.gz", LOG.steps[:9]), ("steps.jsonl.gz", LOG.steps[9:])):
+        (tmp_path / name).write_bytes(gzip.compress(text_of(steps).encode()))
+
+    assert figures_of(tmp_path / "steps.jsonl", tmp_path)["steps"] == 22
+
+
+def test_the_figures_are_written_though_nobody_reads_the_page(
+    trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_args: object, **_options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", closed)
+    with pytest.raises(BrokenPipeError):
+        main(["report", str(trace_path), "--json", str(tmp_path / "figures.json")])
+
+    assert json.loads((tmp_path / "figures.json").read_text())["steps"] == 22
+
+
 def test_just_after_a_rotation_the_rotated_file_is_read(trace_path: Path, tmp_path: Path) -> None:
     trace_path.rename(tmp_path / "steps.jsonl.1")
 

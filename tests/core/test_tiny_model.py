@@ -17,6 +17,7 @@ SMALL = TinyModelSpec(
         ({"layers": 0}, "layers must be >= 1, got 0"),
         ({"hidden_size": 10, "attention_heads": 4}, "multiple of attention_heads"),
         ({"vocab_size": 200}, "vocab_size must be >= 258, got 200"),
+        ({"seed": -1}, "seed must be >= 0, got -1"),
     ],
 )
 def test_a_bad_size_is_refused(sizes: dict[str, int], message: str) -> None:

@@ -18,6 +18,7 @@ from vllm_penalty_sched.simulation.traces import (
 )
 
 OWN = "arrival_s,prompt_tokens,output_tokens,prefix_hit_tokens,hash_ids\n"
+HUGE, NESTED = "9" * 400, "[" * 900 + "]" * 900
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 arrivals = st.lists(
@@ -27,6 +28,11 @@ arrivals = st.lists(
 
 def at(*times_s: float) -> list[TraceRequest]:
     return [TraceRequest(arrival_s=time_s, prompt_tokens=10, output_tokens=5) for time_s in times_s]
+
+
+def mooncake(**values: str) -> str:
+    fields = {"timestamp": "0", "input_length": "10", "output_length": "1", **values}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}\n"
 
 
 def test_a_csv_trace_is_read_with_its_runs_of_hash_ids() -> None:
@@ -81,7 +87,21 @@ def test_mooncakes_json_lines_are_read_with_milliseconds_as_seconds() -> None:
             '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": "0-3"}\n',
             "line 1: hash_ids must be a list of whole numbers",
         ),
+        (OWN + "0,10,5,0," + "1" * 140_000, "line 2: not CSV: field larger than field limit"),
+        ("a" * 140_000 + ",b\n", "line 1: not CSV: field larger than field limit"),
+        (OWN + "0,20000000,5,0,\n", "line 2: prompt_tokens must be <= 10000000"),
+        (OWN + "0,10,5,0,0-1000000000\n", "line 2: hash_ids must be at most one a prompt token"),
+        (OWN + "0,10,5,0,0-8 3-4\n", "line 2: hash_ids must be at most one a prompt token (10)"),
+        (OWN + f"0,10,5,0,0-{HUGE}\n", "line 2: hash_ids must be at most one a prompt token"),
+        (AZURE + "0001-01-01 00:00:00,1,1\n", "line 2: TIMESTAMP must be a date and time"),
+        (mooncake(timestamp=HUGE), "line 1: timestamp must be a number >= 0"),
+        (mooncake(output_length=HUGE), "line 1: output_length must be <= 10000000"),
+        (mooncake(hash_ids="[" * 100_000), "line 1: must be a JSON object"),
+        (mooncake(hash_ids=NESTED), "line 1: hash_ids must be a list of whole numbers, got [[["),
+        (mooncake(input_length=NESTED), "line 1: input_length must be a whole number >= 1, got [["),
+        (mooncake(timestamp=NESTED), "line 1: timestamp must be a number >= 0, got [[["),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_wrong_line_is_named_with_its_rule(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -89,6 +109,7 @@ def test_a_wrong_line_is_named_with_its_rule(text: str, message: str) -> None:
 
     assert str(raised.value).startswith("some.csv")
     assert message in str(raised.value)
+    assert len(str(raised.value)) < 300
 
 
 def test_a_window_keeps_what_arrives_in_it_and_counts_from_its_start() -> None:
@@ -123,10 +144,10 @@ def test_a_rate_divides_the_times_and_changes_nothing_else(
     assert all((request.prompt_tokens, request.output_tokens) == (10, 5) for request in scaled)
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf"), 5e-324])
 def test_a_rate_that_is_no_positive_number_is_refused(rate: float) -> None:
     with pytest.raises(ConfigError, match="rate must be a number > 0"):
-        scale_rate(at(0), rate)
+        scale_rate(at(0, 1), rate)
 
 
 def test_requests_above_the_longest_length_are_left_out_and_counted() -> None:
@@ -149,6 +170,7 @@ def test_arrivals_on_a_jittery_three_second_grid_are_recognized() -> None:
         np.sort(np.random.default_rng(0).uniform(0, 100, 200)).round(3).tolist(),
         [float(second) for second in range(50)],  # one request a tick
         [0.1 * tick for tick in range(50) for _ in range(4)],  # too fine to matter
+        [0.0, 0.0, 0.0, 1e-5, 2e-5, 1e308, 1e308, 1e308],  # ticks that no float can count
     ],
 )
 def test_other_arrivals_are_taken_as_they_are(times_s: list[float]) -> None:
@@ -181,8 +203,28 @@ def test_a_poisson_load_has_its_rate_and_lengths() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["poisson:1:2", "gamma:1:2:3", "poisson:0:2:3", "poisson:1:0:3", "poisson:1:2.5:3", ""]
+    "spec",
+    [
+        "poisson:1:2",
+        "gamma:1:2:3",
+        "poisson:0:2:3",
+        "poisson:1:0:3",
+        "poisson:1:2.5:3",
+        f"poisson:1:{HUGE}:3",
+        "",
+    ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_wrong_synthetic_load_is_refused(spec: str) -> None:
     with pytest.raises(ConfigError, match="poisson:RATE:PROMPT:OUTPUT"):
         draw_poisson(spec, np.random.default_rng(0), duration_s=10.0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "duration_s"), [(1, float("inf")), (1, float("nan")), (1, 1e9), (1e9, 1), (1e300, 1)]
+)
+def test_more_requests_than_memory_holds_are_refused_before_they_are_drawn(
+    rate: float, duration_s: float
+) -> None:
+    with pytest.raises(ConfigError, match="at most 10000000 requests"):
+        draw_poisson(f"poisson:{rate}:2:3", np.random.default_rng(0), duration_s=duration_s)

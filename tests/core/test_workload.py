@@ -74,6 +74,10 @@ def test_a_reversed_window_is_refused() -> None:
         ("injected_requests", -1),
         ("injected_prompt_tokens", 0),
         ("length_jitter", 1.0),
+        ("steady_requests", 10_000_001),
+        ("injected_requests", 10**12),
+        ("steady_output_tokens", 10**12),
+        ("injected_prompt_tokens", 10_000_001),
     ],
 )
 def test_a_bad_number_is_refused_by_name_and_value(name: str, value: float) -> None:

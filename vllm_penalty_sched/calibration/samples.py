@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from reprlib import Repr
 from typing import NoReturn, TypeVar
 
 from vllm_penalty_sched.batch import BatchShape
@@ -27,12 +27,17 @@ COLUMNS = (
     "seconds",
 )
 
+LEAST_S, MOST_S = 1e-9, 1e9
+"""Times outside are no times of steps, and overflow when a fit squares or divides them."""
+
 _T = TypeVar("_T")
 # The ratio is there for other programs: it follows from the counts, and is written in full.
 _RATIO_TOLERANCE = 1e-9
 # Longer counts are no token counts, and slow to convert.
 _MOST_DIGITS = 15
-_MOST_SHOWN = 80
+_SECONDS_RULE = f"a number from {LEAST_S:g} to {MOST_S:g}"
+_BRIEFLY = Repr()
+_BRIEFLY.maxstring = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,7 @@ class Sample:
         series: What it was measured for: ``curve`` for the penalty curve's set-up.
         point: The planned composition that it stands for, unique within its series; may be empty.
         shape: What ran.
-        seconds: How long it took, finite and > 0.
+        seconds: How long it took, from ``LEAST_S`` to ``MOST_S``.
 
     Raises:
         ConfigError: If the shape has no token, or the time breaks its rule.
@@ -57,8 +62,8 @@ class Sample:
     def __post_init__(self) -> None:
         if not self.shape.tokens:
             raise ConfigError("a measured step must have at least one token, got none")
-        if not (math.isfinite(self.seconds) and self.seconds > 0.0):
-            raise ConfigError(f"seconds must be finite and > 0, got {self.seconds}")
+        if not LEAST_S <= self.seconds <= MOST_S:
+            raise ConfigError(f"seconds must be {_SECONDS_RULE}, got {self.seconds}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +202,9 @@ def _read_origin(comments: Sequence[str], *, source: str) -> SamplesOrigin:
     }
     concurrency, arguments = content.get("concurrency"), content.get("engine_args")
     if type(concurrency) is not int or concurrency < 1:
-        raise ConfigError(f"{where}: concurrency must be an integer >= 1, got {concurrency!r}")
+        raise ConfigError(
+            f"{where}: concurrency must be an integer >= 1, got {_short(concurrency)}"
+        )
     if not isinstance(arguments, list) or not all(isinstance(word, str) for word in arguments):
         raise ConfigError(f"{where}: engine_args must be a list of texts, got {_short(arguments)}")
     return SamplesOrigin(**texts, concurrency=concurrency, engine_args=tuple(arguments))
@@ -229,7 +236,7 @@ def _read_row(line: str, *, where: str) -> Sample:
             series=row.cells["series"],
             point=row.cells["point"],
             shape=shape,
-            seconds=row.read("seconds", _positive, "a number > 0"),
+            seconds=row.read("seconds", _seconds, _SECONDS_RULE),
         )
     except ConfigError as error:
         if str(error).startswith(where):
@@ -263,9 +270,9 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _positive(text: str) -> float:
+def _seconds(text: str) -> float:
     value = float(text)
-    if not (math.isfinite(value) and value > 0.0):
+    if not LEAST_S <= value <= MOST_S:
         raise ValueError(text)
     return value
 
@@ -281,5 +288,5 @@ def _chunks(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    """Return the value's ``repr``, cut where it is long or deep."""
+    return _BRIEFLY.repr(value)

@@ -17,9 +17,9 @@ from vllm_penalty_sched.calibration.grid import FULL, QUICK
 from vllm_penalty_sched.calibration.samples import Sample, SamplesOrigin, read_samples
 from vllm_penalty_sched.cli import advise_commands, simulation_commands, step_log_commands
 from vllm_penalty_sched.errors import ConfigError, MissingDependencyError, PenaltySchedError
-from vllm_penalty_sched.files import write_json
+from vllm_penalty_sched.files import check_writable, write_json
 from vllm_penalty_sched.learning.latency import load_model
-from vllm_penalty_sched.plot import draw_fit
+from vllm_penalty_sched.plot import draw_fit, require_matplotlib
 from vllm_penalty_sched.serving import demo
 from vllm_penalty_sched.serving.run_record import describe_hardware, record_run, vllm_version
 from vllm_penalty_sched.serving.server import CPU_KV_CACHE_GIB, serves_on_cpu
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(own, argparse.Namespace(engine_args=engine_args))
     arguments.command = shlex.join([PROGRAM, *argv])
     try:
+        _check_outputs(arguments)
         status: int = arguments.run(arguments)
     except (PenaltySchedError, OSError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
@@ -55,6 +56,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
     return status
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Raise before the work what would spoil its end: a file that cannot be written."""
+    figures: Path | None = getattr(arguments, "json", None)
+    picture: Path | None = getattr(arguments, "picture", None)
+    if figures is not None:
+        check_writable(figures, by_rename=True)
+    if picture is not None:
+        _check_picture(picture)
+
+
+def _check_picture(path: Path) -> None:
+    require_matplotlib()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ConfigError(f"a picture's suffix must be one of {', '.join(formats)}, got {path}")
+    check_writable(path)
 
 
 def _split_engine_args(argv: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
@@ -123,7 +144,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "file", type=Path, metavar="FILE", help="a CSV file of samples, or what trace_path wrote"
     )
-    command.add_argument("--out", type=Path, required=True, metavar="FILE", help="the picture")
+    command.add_argument(
+        "--out", type=Path, dest="picture", required=True, metavar="FILE", help="the picture"
+    )
     command.set_defaults(run=_run_plot)
 
     command = subcommands.add_parser(
@@ -151,6 +174,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
+    if arguments.seed < 0:
+        raise ConfigError(f"seed must be >= 0, got {arguments.seed}")
     demo.run_demo(demo.settings_from_arguments(arguments, command=arguments.command))
     return 0
 
@@ -278,10 +303,10 @@ def _run_fit(arguments: argparse.Namespace) -> int:
 
 def _run_plot(arguments: argparse.Namespace) -> int:
     if step_log_commands.is_step_trace(arguments.file):
-        step_log_commands.draw_trace(arguments.file, arguments.out)
+        step_log_commands.draw_trace(arguments.file, arguments.picture)
     else:
         origin, samples = _read_samples(arguments.file)
         title = f"{origin.model} on {origin.hardware}"
-        draw_fit(arguments.out, fit_curve(samples), fit_step_time(samples), title=title)
-    print(f"wrote {arguments.out}")
+        draw_fit(arguments.picture, fit_curve(samples), fit_step_time(samples), title=title)
+    print(f"wrote {arguments.picture}")
     return 0

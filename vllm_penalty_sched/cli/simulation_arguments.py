@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_penalty_sched.errors import ConfigError
+from vllm_penalty_sched.files import read_text
 from vllm_penalty_sched.simulation.cost_files import parse_costs
 from vllm_penalty_sched.simulation.cost_profiles import find_profile
 from vllm_penalty_sched.simulation.device import DeviceSpec
@@ -121,6 +121,9 @@ def read_windows(arguments: argparse.Namespace) -> list[Window]:
         ConfigError: If an option, the trace or the costs break a rule.
         OSError: If a file cannot be read.
     """
+    seeds = arguments.seed or [0]
+    if min(seeds) < 0:
+        raise ConfigError(f"--seed must be >= 0, got {min(seeds)}")
     device = _read_device(arguments, arguments.costs)
     engine = EngineSize(
         max_model_len=arguments.max_model_len,
@@ -133,7 +136,7 @@ def read_windows(arguments: argparse.Namespace) -> list[Window]:
     return [
         _make_window(arguments, trace, device, engine, start_s=start_s, seed=seed)
         for start_s in arguments.start or [0.0]
-        for seed in arguments.seed or [0]
+        for seed in seeds
     ]
 
 
@@ -323,9 +326,9 @@ def _read_costs(arguments: argparse.Namespace, costs: str) -> StepCosts:
     path = Path(costs)
     mixed_path = path.with_name(f"{path.name.removesuffix('.csv')}-attn_mixed.csv.gz")
     return parse_costs(
-        _read_text(path),
+        read_text(path),
         source=str(path),
-        mixed_text=_read_text(mixed_path) if mixed_path.exists() else None,
+        mixed_text=read_text(mixed_path) if mixed_path.exists() else None,
         mixed_source=str(mixed_path),
         mixed_decode_factor=factor,
         overhead_s=overhead_s,
@@ -334,14 +337,4 @@ def _read_costs(arguments: argparse.Namespace, costs: str) -> StepCosts:
 
 def read_trace(path: Path) -> list[TraceRequest]:
     """Return the requests of a trace file, possibly gzipped; see ``parse_trace``."""
-    return parse_trace(_read_text(path), source=str(path))
-
-
-def _read_text(path: Path) -> str:
-    content = path.read_bytes()
-    if content[:2] == b"\x1f\x8b":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError) as error:
-            raise ConfigError(f"{path} is not a whole gzip file: {error}") from error
-    return content.decode("utf-8", errors="replace")
+    return parse_trace(read_text(path), source=str(path))

@@ -18,8 +18,7 @@ import numpy as np
 
 from vllm_penalty_sched.cli import simulation_arguments
 from vllm_penalty_sched.errors import MissingDependencyError
-from vllm_penalty_sched.files import write_json
-from vllm_penalty_sched.plot import require_matplotlib
+from vllm_penalty_sched.files import check_writable, write_json
 from vllm_penalty_sched.serving.run_record import record_run
 from vllm_penalty_sched.simulation.capacity import Capacity, find_capacity
 from vllm_penalty_sched.simulation.plan import SimulationPlan
@@ -43,7 +42,11 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     simulation_arguments.add_arguments(parser)
     parser.add_argument("--rate", type=float, default=1.0, help="multiple of the trace's (1)")
     parser.add_argument(
-        "--plot", type=Path, metavar="OUT", help="draw the distributions of TTFT and TBT"
+        "--plot",
+        type=Path,
+        dest="picture",
+        metavar="OUT",
+        help="draw the distributions of TTFT and TBT",
     )
 
 
@@ -80,8 +83,6 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     windows = simulation_arguments.read_windows(arguments)
     plans = [window.at_rate(arguments.rate) for window in windows]
     _check_all(specs, plans)
-    if arguments.plot:
-        require_matplotlib()
     calls = [partial(_simulate, spec, plan) for plan in plans for spec in specs]
     results = _run_all(calls, jobs=arguments.jobs)
     runs = []
@@ -94,9 +95,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         ]
     if arguments.json:
         write_json(arguments.json, runs)
-    if arguments.plot:
+    if arguments.picture:
         draw_simulation(
-            arguments.plot,
+            arguments.picture,
             _pooled(specs, results),
             ttft_slo_s=plans[0].ttft_slo_s,
             tbt_slo_s=plans[0].tbt_slo_s,
@@ -178,13 +179,22 @@ def _read_grid(text: str | None) -> list[SchedulerSpec]:
 
 def _check_all(specs: Sequence[SchedulerSpec], plans: Sequence[SimulationPlan]) -> None:
     """Raise what can be known to be wrong before vLLM is imported, which takes long."""
-    for plan in plans:
-        for spec in specs:
+    for spec in specs:
+        for plan in plans:
             plan.check(spec)
+        _check_outputs(spec)
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError(
             "simulating needs vLLM, which is not installed: pip install 'vllm-penalty-sched[vllm]'"
         )
+
+
+def _check_outputs(spec: SchedulerSpec) -> None:
+    """Raise what the engine, where a bad path must not stop serving, only logs."""
+    for name in ("trace_path", "state_path"):
+        path = spec.overrides.get(name)
+        if path is not None:
+            check_writable(path, by_rename=name == "state_path")
 
 
 def _simulate(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_penalty_sched.errors import ConfigError
-from vllm_penalty_sched.files import write_json
+from vllm_penalty_sched.files import read_text, write_json
 from vllm_penalty_sched.step_log.advice import advise
 from vllm_penalty_sched.step_log.plot import draw_steps
 from vllm_penalty_sched.step_log.records import StepLog, TraceText, read_step_log
@@ -17,8 +14,6 @@ from vllm_penalty_sched.step_log.summary import summarize_steps
 
 if TYPE_CHECKING:
     import argparse
-
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +25,10 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(arguments: argparse.Namespace) -> int:
-    """Print the page of a trace, and write its figures."""
+    """Write the figures of a trace, and print its page."""
     log = _read_trace(arguments.trace)
     summary = summarize_steps(log)
     advice = advise(log, summary)
-    print(format_step_report(summary, advice, source=str(arguments.trace)))
     if arguments.json:
         figures = {
             "trace": str(arguments.trace),
@@ -43,6 +37,7 @@ def run_report(arguments: argparse.Namespace) -> int:
             "command": arguments.command,
         }
         write_json(arguments.json, figures)
+    print(format_step_report(summary, advice, source=str(arguments.trace)))
     return 0
 
 
@@ -52,7 +47,7 @@ def is_step_trace(path: Path) -> bool:
     Raises:
         OSError: If it cannot be read.
     """
-    return _read_text(_files(path)[-1]).lstrip().startswith("{")
+    return read_text(_files(path)[-1]).lstrip().startswith("{")
 
 
 def draw_trace(path: Path, out: Path) -> None:
@@ -68,26 +63,16 @@ def draw_trace(path: Path, out: Path) -> None:
 
 def _read_trace(path: Path) -> StepLog:
     return read_step_log(
-        [TraceText(source=str(file), text=_read_text(file)) for file in _files(path)]
+        [TraceText(source=str(file), text=read_text(file)) for file in _files(path)]
     )
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the rotated file of a trace, if there is one, and the trace's own.
+    """Return the rotated file of a trace, if there is one, and the trace's own, gzipped or not.
 
     Just after a rotation there is only the rotated one.
     """
     stem = path.with_suffix("") if path.suffix == ".gz" else path
-    rotated = (Path(f"{stem}.1"), Path(f"{stem}.1.gz"))
-    files = [file for file in rotated if file.exists()][:1]
-    return [*files, path] if path.exists() or not files else files
-
-
-def _read_text(path: Path) -> str:
-    content = path.read_bytes()
-    if content.startswith(_GZIP_MAGIC):
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ConfigError(f"{path}: not a whole gzip file: {error}") from error
-    return content.decode("utf-8", errors="replace")
+    rotated = [file for file in (Path(f"{stem}.1"), Path(f"{stem}.1.gz")) if file.exists()]
+    own = [file for file in (path, stem, Path(f"{stem}.gz")) if file.exists()]
+    return [*rotated[:1], *own[:1]] or [path]

@@ -306,7 +306,7 @@ def load_model(path: str | os.PathLike[str]) -> StepTimeModel:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no text, or a null byte in the name
         raise ModelFileError(f"cannot read the model {os.fspath(path)}: {error}") from error
     return StepTimeModel.from_state(state_from_json(text, source=os.fspath(path)))
 

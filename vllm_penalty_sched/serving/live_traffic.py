@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import math
 import re
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ PENALTY, STEPS = "penalty_sched_penalty_seconds_total", "penalty_sched_observed_
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _BOUND = re.compile(r'\ble="([^"]*)"')
 _TIMEOUT_S = 10.0
+_LONGEST_WATCH_S = 1e6
 # Lengths that a histogram stands for.
 _LENGTHS = 200
 
@@ -45,14 +47,16 @@ def watch_server(
 
     Args:
         url: Its address, with or without ``/metrics``.
-        seconds: Time between the two, > 0.
+        seconds: Time between the two, > 0 and at most a million.
         sleep: Waits.
 
     Raises:
         ConfigError: If it cannot be read, is no vLLM server, or nothing finished in that time.
     """
-    if not seconds > 0.0:
-        raise ConfigError(f"the time to watch a server must be > 0 s, got {seconds}")
+    if not 0.0 < seconds <= _LONGEST_WATCH_S:
+        raise ConfigError(
+            f"the time to watch a server must be > 0 s and <= {_LONGEST_WATCH_S:g} s, got {seconds}"
+        )
     address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
     before, begun_s = _scrape(address), time.monotonic()
     sleep(seconds)
@@ -67,8 +71,9 @@ def compare_scrapes(before: str, after: str, seconds: float, *, source: str) -> 
     """
     earlier, later = _sums(before), _sums(after)
     count = (f"{PROMPTS}_count", "")
-    if count not in later:
-        raise ConfigError(f"{source} shows no {PROMPTS}: is it a vLLM server's?")
+    for name in (PROMPTS, OUTPUTS):
+        if not {(f"{name}_count", ""), (f"{name}_sum", "")} <= set(later):
+            raise ConfigError(f"{source} shows no {name}: is it a vLLM server's?")
     finished = later[count] - earlier.get(count, 0.0)
     if not finished > 0.0:
         raise ConfigError(f"{source}: no request finished within {seconds:.0f} s")
@@ -93,7 +98,7 @@ def _scrape(address: str) -> str:
     try:
         with opener.open(address, timeout=_TIMEOUT_S) as answer:
             return str(answer.read().decode("utf-8", errors="replace"))
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (http.client.HTTPException, OSError, ValueError) as error:
         raise ConfigError(f"cannot read {address}: {error}") from error
 
 
@@ -102,18 +107,24 @@ def _sums(text: str) -> _Sums:
     sums: dict[tuple[str, str], float] = {}
     for match in filter(None, map(_SAMPLE.match, text.splitlines())):
         bound = _BOUND.search(match[2] or "")
-        key = match[1], bound[1] if bound else ""
-        try:
-            sums[key] = sums.get(key, 0.0) + float(match[3])
-        except ValueError:
-            continue
+        value, most = _number(match[3]), _number(bound[1]) if bound else 0.0
+        if math.isfinite(value) and not math.isnan(most):
+            key = match[1], bound[1] if bound else ""
+            sums[key] = sums.get(key, 0.0) + value
     return sums
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def _lengths(sums: _Sums, name: str) -> list[float]:
     """Return lengths as a histogram tells them: evenly spread within each bucket."""
     buckets = sorted(
-        (float(bound.replace("+Inf", "inf")), count)
+        (float(bound), count)
         for (metric, bound), count in sums.items()
         if metric == f"{name}_bucket"
     )

@@ -38,10 +38,10 @@ class TinyModelSpec:
         max_tokens: Longest sequence.
         weight_std: Standard deviation of the matrices. At the usual 0.02 attention hardly
             matters and the outputs are near constant; at 0.08 the whole prompt does.
-        seed: Seed of the weights.
+        seed: Seed of the weights, >= 0.
 
     Raises:
-        ConfigError: If a size breaks its rule.
+        ConfigError: If a size or the seed breaks its rule.
     """
 
     hidden_size: int = 256
@@ -64,6 +64,8 @@ class TinyModelSpec:
             )
         if self.vocab_size < BYTE_TOKENS + 2:
             raise ConfigError(f"vocab_size must be >= {BYTE_TOKENS + 2}, got {self.vocab_size}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must be >= 0, got {self.seed}")
 
 
 # Steps of some 40 ms on one core: what else runs on a small machine steals tens of ms now and then,

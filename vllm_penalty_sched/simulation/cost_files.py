@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_penalty_sched.errors import ConfigError
+from vllm_penalty_sched.files import csv_rows
 from vllm_penalty_sched.simulation.cost_grids import AttentionGrid, Curve, MixedGrid
 from vllm_penalty_sched.simulation.table_costs import TableCosts
 
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("table", "x", "y", "ms")
 MIXED_COLUMNS = ("p", "c", "d", "ctx", "ms")
+# No table is of more tokens, or of steps of more milliseconds.
+_MOST_NUMBER = 1e9
 _Cells = dict[tuple[int, int], float]
 
 
@@ -61,6 +62,9 @@ def parse_costs(
     for name in ("linear", "attn_prefill", "attn_decode"):
         if name not in tables:
             raise ConfigError(f"{source} lacks the table {name}")
+    most, cost_s = max((x, cost_s) for (x, _), cost_s in tables["linear"].items())
+    if not (most and cost_s):
+        raise ConfigError(f"{source}: table linear must hold a cost > 0 at its largest x >= 1")
     return TableCosts(
         linear=_curve(tables["linear"]),
         heads=tuple(_curve(tables[name]) for name in ("lm_head", "sampler") if name in tables),
@@ -74,17 +78,17 @@ def parse_costs(
 
 def _rows(text: str, columns: tuple[str, ...], source: str) -> Iterator[list[str]]:
     """Yield the checked rows: counts >= 0, and a positive cost in the last column."""
-    reader = csv.reader(text.splitlines())
-    header = next(reader, [])
+    rows = csv_rows(text.splitlines(), source=source)
+    _, header = next(rows, (1, []))
     if tuple(header) != columns:
         raise ConfigError(
             f"{source} line 1: the columns must be {','.join(columns)}, got {','.join(header)[:80]}"
         )
-    for row in reader:
+    for line, row in rows:
         if len(row) != len(columns) or not _are_costs(row[1 - len(columns) :]):
             raise ConfigError(
-                f"{source} line {reader.line_num}: {','.join(columns)} must be counts >= 0 and "
-                f"a cost >= 0, got {','.join(row)[:80]}"
+                f"{source} line {line}: {','.join(columns)} must be counts >= 0 and a cost >= 0, "
+                f"none above {_MOST_NUMBER:g}, got {','.join(row)[:80]}"
             )
         yield row
 
@@ -95,7 +99,7 @@ def _are_costs(values: list[str]) -> bool:
         cost = float(values[-1])
     except ValueError:
         return False
-    return min(counts, default=0) >= 0 and 0.0 <= cost < math.inf
+    return all(0 <= number <= _MOST_NUMBER for number in (*counts, cost))
 
 
 def _curve(cells: _Cells) -> Curve:

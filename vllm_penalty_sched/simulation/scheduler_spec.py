@@ -118,6 +118,10 @@ def _parse_setting(text: str, spec: str) -> tuple[str, Any]:
     name, separator, value = text.partition("=")
     if not separator:
         raise ConfigError(f"{spec}: a setting must be NAME=VALUE, got {text!r}")
+    if value.lstrip().startswith(
+        ("[", "{")
+    ):  # no setting's value, and deep ones overflow the stack
+        return name, value
     try:
         return name, json.loads(value)
     except ValueError:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,6 +13,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vllm_penalty_sched.errors import ConfigError
+from vllm_penalty_sched.files import csv_rows
+from vllm_penalty_sched.workload import MOST_REQUESTS, MOST_TOKENS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,9 +72,9 @@ def parse_trace(text: str, *, source: str) -> list[TraceRequest]:
     if head.startswith("{"):
         requests = _parse_lines(_json_lines(lines), _from_mooncake, source)
     else:
-        columns = next(csv.reader([head]), [])
+        _, columns = next(csv_rows([head], source=source), (1, []))
         parse = _csv_form(columns, source)
-        requests = _parse_lines(_csv_lines(lines, columns), parse, source)
+        requests = _parse_lines(_csv_lines(lines, columns, source), parse, source)
     if not requests:
         raise ConfigError(f"{source} holds no request")
     first_s = min(request.arrival_s for request in requests)
@@ -88,18 +90,14 @@ def draw_poisson(spec: str, rng: np.random.Generator, *, duration_s: float) -> l
         duration_s: Arrivals are in [0, duration_s).
 
     Raises:
-        ConfigError: If the spec or the duration breaks its rule, or nothing arrives.
+        ConfigError: If the spec or the duration breaks its rule, or nothing or far too much
+            arrives.
     """
-    kind, *values = spec.split(":")
-    try:
-        rate, prompt_tokens, output_tokens = float(values[0]), int(values[1]), int(values[2])
-    except (ValueError, IndexError):
-        rate, prompt_tokens, output_tokens = 0.0, 0, 0
-    is_valid = kind == "poisson" and len(values) == 3 and 0.0 < rate < math.inf
-    if not is_valid or min(prompt_tokens, output_tokens) < 1:
+    rate, prompt_tokens, output_tokens = _poisson_numbers(spec)
+    if not rate * duration_s <= MOST_REQUESTS:
         raise ConfigError(
-            "a synthetic load must be poisson:RATE:PROMPT:OUTPUT with a rate > 0 a second and "
-            f"whole numbers of tokens >= 1, got {spec}"
+            f"a synthetic load must be of at most {MOST_REQUESTS} requests, got {rate:g} a second "
+            f"for {duration_s:g} s"
         )
     requests = []
     arrival_s = float(rng.exponential(1.0 / rate))
@@ -113,6 +111,22 @@ def draw_poisson(spec: str, rng: np.random.Generator, *, duration_s: float) -> l
     if not requests:
         raise ConfigError(f"{spec} gives no request within {duration_s:g} s")
     return requests
+
+
+def _poisson_numbers(spec: str) -> tuple[float, int, int]:
+    kind, *values = spec.split(":")
+    try:
+        rate, prompt_tokens, output_tokens = float(values[0]), int(values[1]), int(values[2])
+    except (ValueError, IndexError):
+        rate, prompt_tokens, output_tokens = 0.0, 0, 0
+    is_valid = kind == "poisson" and len(values) == 3 and 0.0 < rate < math.inf
+    least, most = min(prompt_tokens, output_tokens), max(prompt_tokens, output_tokens)
+    if not is_valid or not 1 <= least <= most <= MOST_TOKENS:
+        raise ConfigError(
+            "a synthetic load must be poisson:RATE:PROMPT:OUTPUT with a rate > 0 a second and "
+            f"whole numbers of tokens from 1 to {MOST_TOKENS}, got {spec}"
+        )
+    return rate, prompt_tokens, output_tokens
 
 
 def cut_window(
@@ -144,11 +158,16 @@ def scale_rate(requests: Iterable[TraceRequest], rate: float) -> list[TraceReque
     """Return the same requests arriving ``rate`` times as fast.
 
     Raises:
-        ConfigError: If ``rate`` is not a positive number.
+        ConfigError: If ``rate`` is not a positive number, or so small that time overflows.
     """
     if not 0.0 < rate < math.inf:
         raise ConfigError(f"rate must be a number > 0, got {rate}")
-    return [replace(request, arrival_s=request.arrival_s / rate) for request in requests]
+    scaled = [replace(request, arrival_s=request.arrival_s / rate) for request in requests]
+    if not all(math.isfinite(request.arrival_s) for request in scaled):
+        raise ConfigError(
+            f"rate must be a number > 0 that moves no arrival to infinity, got {rate}"
+        )
+    return scaled
 
 
 def drop_too_long(
@@ -171,12 +190,12 @@ def tick_of(requests: Sequence[TraceRequest]) -> float | None:
         return None
     gaps_s = [later - earlier for earlier, later in pairwise(times_s)]
     tick_s = median(gaps_s)
-    is_grid = all(
+    is_grid = tick_s >= _LEAST_TICK_S and all(
         round(gap_s / tick_s) >= 1
         and abs(gap_s - tick_s * round(gap_s / tick_s)) <= _TICK_TOLERANCE_S
         for gap_s in gaps_s
     )
-    return tick_s if is_grid and tick_s >= _LEAST_TICK_S else None
+    return tick_s if is_grid else None
 
 
 def spread_ticks(
@@ -224,8 +243,8 @@ def _csv_form(columns: Sequence[str], source: str) -> _Parse:
     )
 
 
-def _csv_lines(lines: Sequence[str], columns: Sequence[str]) -> _Numbered:
-    for number, values in enumerate(csv.reader(lines[1:]), start=2):
+def _csv_lines(lines: Sequence[str], columns: Sequence[str], source: str) -> _Numbered:
+    for number, values in csv_rows(lines[1:], source=source, first_line=2):
         if values:
             yield number, dict(zip(columns, values, strict=False))
 
@@ -235,11 +254,12 @@ def _json_lines(lines: Sequence[str]) -> _Numbered:
 
 
 def _from_own(row: Mapping[str, str]) -> TraceRequest:
+    prompt_tokens = _count(row, "prompt_tokens")
     return TraceRequest(
         arrival_s=_seconds(row, "arrival_s"),
-        prompt_tokens=_count(row, "prompt_tokens"),
+        prompt_tokens=prompt_tokens,
         output_tokens=_count(row, "output_tokens"),
-        hash_ids=_hash_runs(row.get("hash_ids", "")),
+        hash_ids=_hash_runs(row.get("hash_ids", ""), most=prompt_tokens),
     )
 
 
@@ -254,13 +274,13 @@ def _from_azure(row: Mapping[str, str]) -> TraceRequest:
 def _from_mooncake(line: str) -> TraceRequest:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"must be a JSON object ({error})") from error
     if not isinstance(row, dict):
         raise ConfigError(f"must be a JSON object, got {line[:80]}")
     hash_ids = row.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(isinstance(value, int) for value in hash_ids):
-        raise ConfigError(f"hash_ids must be a list of whole numbers, got {str(hash_ids)[:80]}")
+        raise ConfigError(f"hash_ids must be a list of whole numbers, got {reprlib.repr(hash_ids)}")
     return TraceRequest(
         arrival_s=_seconds(row, "timestamp") / 1e3,
         prompt_tokens=_count(row, "input_length"),
@@ -272,19 +292,20 @@ def _from_mooncake(line: str) -> TraceRequest:
 def _seconds(row: Mapping[str, Any], name: str) -> float:
     try:
         seconds = float(row.get(name, ""))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not 0.0 <= seconds < math.inf:
-        raise ConfigError(f"{name} must be a number >= 0, got {row.get(name)!r}")
+        raise ConfigError(f"{name} must be a number >= 0, got {reprlib.repr(row.get(name))}")
     return seconds
 
 
 def _timestamp_s(text: str) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(
-            f"TIMESTAMP must be a date and time such as 2023-11-16 18:17:03.979, got {text!r}"
+            "TIMESTAMP must be a date and time such as 2023-11-16 18:17:03.979, "
+            f"got {reprlib.repr(text)}"
         ) from error
 
 
@@ -295,18 +316,26 @@ def _count(row: Mapping[str, Any], name: str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+        raise ConfigError(f"{name} must be a whole number >= 1, got {reprlib.repr(value)}")
+    if count > MOST_TOKENS:
+        raise ConfigError(f"{name} must be <= {MOST_TOKENS}, got {reprlib.repr(value)}")
     return count
 
 
-def _hash_runs(text: str) -> tuple[int, ...]:
+def _hash_runs(text: str, *, most: int) -> tuple[int, ...]:
+    """Return the ids in runs such as ``3 7-9``, at most one for each token of the prompt."""
     ids: list[int] = []
     for run in text.split():
         first, _, last = run.partition("-")
         try:
-            ids.extend(range(int(first), int(last or first) + 1))
+            start, end = int(first), int(last or first) + 1
         except ValueError as error:
             raise ConfigError(
-                f"hash_ids must be ids and runs such as 3 7-9, got {run!r}"
+                f"hash_ids must be ids and runs such as 3 7-9, got {reprlib.repr(run)}"
             ) from error
+        if end - start > most - len(ids):
+            raise ConfigError(
+                f"hash_ids must be at most one a prompt token ({most}), got {reprlib.repr(run)}"
+            )
+        ids.extend(range(start, end))
     return tuple(ids)
