@@ -18,9 +18,9 @@ from vllm_penalty_sched.disaggregation.fluid import (
     Service,
     Split,
     capacity_per_s,
+    possible_steps_s,
     prefill_alone_s,
-    prefill_beside_per_s,
-    share_in_time,
+    shares_in_time,
 )
 from vllm_penalty_sched.disaggregation.traffic import Traffic
 from vllm_penalty_sched.errors import ConfigError
@@ -45,7 +45,8 @@ PAIR = Split(prefill=1, decode=1)
 
 def share(split: Split, rate: float, service: Service = SERVICE) -> float:
     alone_s = np.array([prefill_alone_s(TIMES, int(n)) for n in TRAFFIC.prompt_tokens])
-    return share_in_time(TIMES, TRAFFIC, service, split, rate, alone_s=alone_s)
+    shares = shares_in_time(TIMES, TRAFFIC, service, split, rate, alone_s=alone_s)
+    return max(shares, default=0.0)
 
 
 def test_a_prompt_alone_takes_the_time_of_its_steps() -> None:
@@ -74,9 +75,35 @@ def test_beyond_what_seats_or_blocks_hold_nothing_is_carried() -> None:
     few_blocks = replace(SERVICE, kv_tokens=8000)
 
     for service in (few_seats, few_blocks):
-        assert prefill_beside_per_s(TIMES, TRAFFIC, service, 30.0) < 0.0
+        assert possible_steps_s(TIMES, TRAFFIC, service, 30.0) == []
         assert share(ONE, 30.0, service) == 0.0
         assert capacity_per_s(TIMES, TRAFFIC, service, ONE) < 15.0
+
+
+@settings(max_examples=5)
+@given(
+    tight_s=st.sampled_from([0.015, 0.025, 0.05, 0.1, 0.5, 1.0]),
+    looser=st.floats(1.0, 50.0),
+    seats=st.sampled_from([16, 256]),
+)
+def test_a_looser_tbt_slo_never_lowers_the_capacity(
+    tight_s: float, looser: float, seats: int
+) -> None:
+    tight = replace(SERVICE, tbt_slo_s=tight_s, max_num_seqs=seats)
+    loose = replace(tight, tbt_slo_s=looser * tight_s)
+
+    for split in (ONE, PAIR):
+        least_per_s = capacity_per_s(TIMES, TRAFFIC, tight, split)
+        assert 0.0 < least_per_s <= capacity_per_s(TIMES, TRAFFIC, loose, split)
+
+
+def test_a_tbt_slo_as_loose_as_that_of_the_ttft_carries_as_much_as_one_of_100_ms() -> None:
+    tight, loose = replace(SERVICE, tbt_slo_s=0.1), replace(SERVICE, tbt_slo_s=SERVICE.ttft_slo_s)
+
+    for split in (ONE, PAIR):
+        tight_per_s = capacity_per_s(TIMES, TRAFFIC, tight, split)
+        # Chunks cost little besides their tokens by then: a tenth more at most.
+        assert tight_per_s <= capacity_per_s(TIMES, TRAFFIC, loose, split) <= 1.1 * tight_per_s
 
 
 def test_a_slow_link_makes_a_prefill_instance_worthless() -> None:

@@ -58,6 +58,34 @@ def test_a_slow_link_turns_it_to_no(model: str, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.startswith("no: let every GPU do both (")
 
 
+@pytest.mark.parametrize(
+    ("tbt_slo_ms", "verdict"),
+    [
+        ("5", "no: either way {}"),
+        ("11.8", "yes: disaggregate (otherwise {})"),
+    ],
+)
+def test_a_way_that_carries_nothing_is_told_without_a_percentage(
+    model: str, tbt_slo_ms: str, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["advise", "--model", model, *LOAD, "--tbt-slo-ms", tbt_slo_ms])
+
+    assert status == 0
+    missed = "under 90% of the requests are within both SLOs, at any rate"
+    assert capsys.readouterr().out.splitlines()[0] == verdict.format(missed)
+
+
+def test_a_loose_slo_carries_no_less_than_a_tight_one(model: str, tmp_path: Path) -> None:
+    capacities = []
+    for tbt_slo_ms in ("100", "1000", "2000"):
+        out = tmp_path / f"{tbt_slo_ms}.json"
+        main(["advise", "--model", model, *LOAD, "--tbt-slo-ms", tbt_slo_ms, "--json", str(out)])
+        capacities.append(json.loads(out.read_text())["together_per_s"])
+
+    assert capacities == sorted(capacities)
+    assert capacities[0] > 1.0
+
+
 def test_a_trace_is_read_in_any_of_the_forms_of_simulate(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

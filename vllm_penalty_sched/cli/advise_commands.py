@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_penalty_sched.cli.simulation_arguments import DEFAULT_SYNTHETIC_S, read_trace
-from vllm_penalty_sched.disaggregation.advice import Advice, advise
+from vllm_penalty_sched.disaggregation.advice import LEAST_PER_S, Advice, advise
 from vllm_penalty_sched.disaggregation.fluid import Service
 from vllm_penalty_sched.disaggregation.traffic import Traffic
 from vllm_penalty_sched.errors import ConfigError
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from vllm_penalty_sched.learning.latency import StepTimeModel
 
 _MOST_GPUS = 64
+# Requests are counted in windows as long as the TTFT SLO; more would fill the memory.
+_MOST_WINDOWS = 10_000_000
 
 
 def add_advise_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,8 +96,6 @@ def run_advise(arguments: argparse.Namespace) -> int:
 def format_advice(advice: Advice, service: Service, *, measured_share: float | None) -> str:
     """Return the advice as a few lines of text."""
     penalty = advice.penalty
-    verdict = "yes: disaggregate" if advice.disaggregate else "no: let every GPU do both"
-    gain = advice.apart_per_s / advice.together_per_s - 1.0 if advice.together_per_s else math.inf
     shortest = advice.break_even_tokens
     prompts = "none of these" if shortest is None else f"those of {shortest} tokens and more"
     gained_ms, mixed_ms = penalty.mean_s * 1e3, (penalty.mixed_s - penalty.decode_only_s) * 1e3
@@ -113,8 +113,20 @@ def format_advice(advice: Advice, service: Service, *, measured_share: float | N
     if measured_share is not None:
         rows["measured penalty"] = f"{measured_share:.1%} of the steps' time"
     lines = [f"{name + ':':<24}{value}" for name, value in rows.items()]
-    verdict = f"{verdict} ({gain:+.0%} requests at {service.target:.0%} within both SLOs)"
-    return "\n".join([verdict, *lines])
+    return "\n".join([_format_verdict(advice, service), *lines])
+
+
+def _format_verdict(advice: Advice, service: Service) -> str:
+    verdict = "yes: disaggregate" if advice.disaggregate else "no: let every GPU do both"
+    together_per_s, apart_per_s = advice.together_per_s, advice.apart_per_s
+    target = f"{service.target:.0%}"
+    missed = f"under {target} of the requests are within both SLOs, at any rate"
+    if max(together_per_s, apart_per_s) < LEAST_PER_S:
+        return f"no: either way {missed}"
+    if min(together_per_s, apart_per_s) < LEAST_PER_S:
+        return f"{verdict} (otherwise {missed})"
+    gain = apart_per_s / together_per_s - 1.0
+    return f"{verdict} ({gain:+.0%} requests at {target} within both SLOs)"
 
 
 def _read_service(arguments: argparse.Namespace, model: StepTimeModel) -> Service:
@@ -155,6 +167,12 @@ def _read_traffic(arguments: argparse.Namespace, service: Service) -> tuple[Traf
         length_s = DEFAULT_SYNTHETIC_S if arguments.duration is None else arguments.duration
         rng = np.random.default_rng(0)
         requests = draw_poisson(arguments.synthetic, rng, duration_s=length_s)
+    span_s = requests[-1].arrival_s
+    if span_s > _MOST_WINDOWS * service.ttft_slo_s:
+        raise ConfigError(
+            f"the requests must arrive within {_MOST_WINDOWS} times --ttft-slo-ms "
+            f"({1e3 * service.ttft_slo_s:g}), got {span_s:g} s"
+        )
     traffic = Traffic.of_requests(
         [request.arrival_s for request in requests],
         prompt_tokens=[request.prompt_tokens for request in requests],

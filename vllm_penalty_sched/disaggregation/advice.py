@@ -28,7 +28,8 @@ _STEP_TOKENS = 8192
 # Less is within the error of the estimate, and not worth a second kind of instance. Chosen on half
 # of the cases of benchmarks/advice_cases.py.
 _WORTH = 1.1
-_LEAST_PER_S = 1e-3
+LEAST_PER_S = 1e-3
+"""A capacity below this is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ def advise(times: StepTimes, traffic: Traffic, service: Service, *, gpus: int) -
     best = max(splits, key=lambda split: apart[split])
     penalty = penalty_at(times, traffic, service, rate=traffic.requests_per_s / gpus)
     return Advice(
-        disaggregate=apart[best] >= max(_WORTH * together_per_s, _LEAST_PER_S),
+        disaggregate=apart[best] >= max(_WORTH * together_per_s, LEAST_PER_S),
         gpus=gpus,
         prefill_gpus=best.prefill,
         together_per_s=together_per_s,

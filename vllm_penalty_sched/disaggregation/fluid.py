@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +12,10 @@ from vllm_penalty_sched.batch import BatchShape
 from vllm_penalty_sched.disaggregation.traffic import Traffic
 from vllm_penalty_sched.policy import AGED_TOKENS, LEAST_ROOM_SHARE, USEFUL_TOKENS, StepTimes
 
-# Steps of these shares of the TBT SLO are tried: longer ones prefill more, shorter ones keep fewer
-# decodes running, which matters where seats or blocks are short.
-_STEP_SHARES = (0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
+# Steps that are tried besides the longest allowed, 1 ms to 9 s. They are no shares of the TBT SLO:
+# what a tight SLO allows must be tried under a looser one as well, or that seems to carry less.
+_STEP_DIGITS = (*range(10, 17), 18, 20, 22, 25, 28, 30, *range(35, 85, 5), 90)
+_STEPS_S = tuple(float(f"{digits}e{power}") for power in range(-4, 0) for digits in _STEP_DIGITS)
 PLANNED_SHARE = 0.95
 """Share of the TBT SLO that steps are planned for: the rest is left for noise."""
 # Steps of a prefill instance have at most so many tokens.
@@ -81,8 +82,8 @@ def capacity_per_s(times: StepTimes, traffic: Traffic, service: Service, split: 
     alone_s = np.array([prefill_alone_s(times, int(n)) for n in traffic.prompt_tokens])
 
     def is_enough(rate: float) -> bool:
-        share = share_in_time(times, traffic, service, split, rate, alone_s=alone_s)
-        return share >= service.target
+        shares = shares_in_time(times, traffic, service, split, rate, alone_s=alone_s)
+        return any(share >= service.target for share in shares)
 
     low, high = 0.0, 1e-3
     while is_enough(high) and high < _MOST_GROWTH:
@@ -93,7 +94,7 @@ def capacity_per_s(times: StepTimes, traffic: Traffic, service: Service, split: 
     return low
 
 
-def share_in_time(
+def shares_in_time(
     times: StepTimes,
     traffic: Traffic,
     service: Service,
@@ -101,9 +102,10 @@ def share_in_time(
     rate: float,
     *,
     alone_s: NDArray[np.float64],
-) -> float:
-    """Return the estimated share of requests whose first token is in time, 0 to 1.
+) -> Iterator[float]:
+    """Yield the estimated share of requests whose first token is in time, for ways to serve them.
 
+    The best of them counts: a scheduler may give prompts up, and take shorter steps than it must.
     All prompts wait in one queue, which whoever prefills works off: as if each were sent where it
     is served soonest. The longest prompts are given up if that helps (as our scheduler does), and
     of the others those that would be late: an M/M/1 queue with deadlines, its bursts those of the
@@ -117,36 +119,32 @@ def share_in_time(
         rate: Requests a second, > 0.
         alone_s: What each of the traffic's prompts takes on an idle prefill instance, seconds.
     """
-    shares: list[float] = [
-        kept * _share_of_kept(times, traffic.shortest(kept), service, split, kept * rate, alone_s)
-        for kept in np.linspace(service.target, 1.0, _KEPT_SHARES).tolist()
-    ]
-    return max(shares)
+    for kept in np.linspace(service.target, 1.0, _KEPT_SHARES).tolist():
+        of_kept, kept_rate = traffic.shortest(kept), kept * rate
+        for step_s in possible_steps_s(times, of_kept, service, kept_rate / split.decode):
+            share = _share_of_steps(times, of_kept, service, split, kept_rate, alone_s, step_s)
+            yield kept * share
 
 
-def _share_of_kept(
+def _share_of_steps(
     times: StepTimes,
     traffic: Traffic,
     service: Service,
     split: Split,
     rate: float,
     alone_s: NDArray[np.float64],
+    step_s: float,
 ) -> float:
-    tokens = traffic.mean_prompt_tokens
-    beside_per_s = split.decode * prefill_beside_per_s(times, traffic, service, rate / split.decode)
-    if beside_per_s < 0.0:
-        return 0.0
-    prompts = traffic.prompt_tokens
-    own_s = np.full(prompts.shape, math.inf)
-    if beside_per_s:
-        own_s = prompts * split.decode / beside_per_s + service.tbt_slo_s
-    speed = beside_per_s
+    tokens, prompts = traffic.mean_prompt_tokens, traffic.prompt_tokens
+    decodes = decodes_at(traffic, rate / split.decode, step_s)
+    one_per_s = _chunk(times, traffic, service, decodes, step_s) / step_s
+    speed = beside_per_s = split.decode * one_per_s
+    own_s = prompts / one_per_s + step_s
     if split.prefill:
         alone_s = alone_s[: prompts.size]  # the shortest come first
         transfer_s = prompts * service.kv_bytes_per_token / service.kv_bytes_per_s
         # What a prompt finds in flight: a step of others there, and two here (async scheduling).
-        found_s = prefill_alone_s(times, min(_PREFILL_STEP_TOKENS, round(tokens)))
-        found_s += 2.0 * service.tbt_slo_s
+        found_s = prefill_alone_s(times, min(_PREFILL_STEP_TOKENS, round(tokens))) + 2.0 * step_s
         away_s = alone_s + transfer_s + service.handover_s + found_s
         may_go = away_s < service.ttft_slo_s
         if may_go.any():
@@ -156,32 +154,27 @@ def _share_of_kept(
             must_stay = float(np.sum(prompts[~may_go]) / np.sum(prompts))
             speed = min(speed, beside_per_s / must_stay)
         own_s = np.minimum(own_s, away_s)
-    if not speed:
-        return 0.0
     spare_s = service.ttft_slo_s - own_s
     lost = _lost(rate * tokens / speed, np.maximum(spare_s, 0.0) * speed / traffic.burst_tokens)
     return float(np.mean(np.where(spare_s > 0.0, 1.0 - lost, 0.0)))
 
 
-def prefill_beside_per_s(
+def possible_steps_s(
     times: StepTimes, traffic: Traffic, service: Service, rate: float
-) -> float:
-    """Return the most tokens a second that one engine prefills beside the decodes of a rate.
+) -> list[float]:
+    """Return how long the steps of one engine may take at a rate, seconds.
+
+    Longer ones prefill more; in shorter ones fewer decodes run at once, and a prompt that arrives
+    waits less for the step before it.
 
     Returns:
-        Negative if it cannot even decode so much.
+        The longest that keeps to the TBT SLO and for whose decodes there is room, and shorter ones;
+        empty if the engine cannot even decode so much.
     """
-    found = -1.0
-    for share in _STEP_SHARES:
-        step_s = share * service.tbt_slo_s
-        decodes = decodes_at(traffic, rate, step_s)
-        if not _has_room(decodes, service):
-            continue
-        decode_only_s = times.predict_s(decodes)
-        if decode_only_s > step_s:
-            continue
-        found = max(found, _chunk(times, traffic, service, decodes, step_s) / step_s)
-    return found
+    seqs = min(service.max_num_seqs, int(service.kv_tokens / traffic.decode_context))
+    longest_s = min(service.tbt_slo_s, seqs / (rate * traffic.output_tokens))
+    steps_s = [longest_s, *(step_s for step_s in _STEPS_S if step_s < longest_s)]
+    return [s for s in steps_s if times.predict_s(decodes_at(traffic, rate, s)) <= s]
 
 
 def decodes_at(traffic: Traffic, rate: float, step_s: float) -> BatchShape:
@@ -189,12 +182,6 @@ def decodes_at(traffic: Traffic, rate: float, step_s: float) -> BatchShape:
     seqs = max(1, round(rate * traffic.output_tokens * step_s))
     return BatchShape(
         decode_seqs=seqs, decode_tokens=seqs, decode_context=round(seqs * traffic.decode_context)
-    )
-
-
-def _has_room(decodes: BatchShape, service: Service) -> bool:
-    return (
-        decodes.decode_seqs <= service.max_num_seqs and decodes.decode_context <= service.kv_tokens
     )
 
 
