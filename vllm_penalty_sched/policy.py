@@ -302,7 +302,7 @@ def _aged_or(
     """Return the filled budget, or the least useful one if prefills have starved too long."""
     tokens = fill.tokens if fill else 0
     shape = fill.shape if fill else state.decodes
-    if not tokens and state.starved_s >= state.max_defer_s:
+    if not tokens and state.starved_s >= _longest_wait_s(state, model):
         head = state.demands[0]
         reason, tokens = Reason.AGED, _aged_tokens(state, head, model)
         shape = shape.with_prefill(tokens, head.cached, head.encoder_tokens(tokens))
@@ -314,6 +314,26 @@ def _aged_or(
         decode_only_s=state.decode_only_s,
         holds_admission=bool(fill and fill.holds_admission),
     )
+
+
+def _longest_wait_s(state: StepState, model: StepTimes | None) -> float:
+    """Return how long prefills may make no progress, seconds.
+
+    Nobody can cut an image or a sound. Where one is due, waiting only spreads the steps that it
+    lengthens: until it makes up no more of the time than prefills may under an infeasible SLO, and
+    not at all for an SLO that nobody set.
+    """
+    head = state.demands[0]
+    least = min(head.remaining, USEFUL_TOKENS)
+    encoder_tokens = head.encoder_tokens(least)
+    if model is None or not encoder_tokens:
+        return state.max_defer_s
+    if not state.slo_is_fixed:
+        return 0.0
+    shape = state.decodes.with_prefill(least, head.cached)
+    encoding = replace(shape, encoder_tokens=encoder_tokens)
+    encoder_s = model.predict_s(encoding) - model.predict_s(shape)
+    return min(state.max_defer_s, encoder_s / TRICKLE_SHARE)
 
 
 def _aged_tokens(state: StepState, head: PrefillDemand, model: StepTimes | None) -> int:

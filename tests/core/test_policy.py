@@ -202,11 +202,25 @@ def test_an_image_that_never_fits_waits_and_is_then_encoded() -> None:
 
     aged = decide(replace(state, starved_s=1.0), SEES_IMAGES)
 
-    assert decide(state, SEES_IMAGES).prefill_tokens == 0
+    assert decide(replace(state, starved_s=0.99), SEES_IMAGES).prefill_tokens == 0
     assert aged.reason is Reason.AGED
     assert aged.prefill_tokens
     shape = DECODES.with_prefill(aged.prefill_tokens, 1000, 1_000_000)
     assert aged.predicted_s == SEES_IMAGES.predict_s(shape)
+
+
+def test_images_that_never_fit_make_up_a_fifth_of_the_time() -> None:
+    encoder_s = 5000 * SEES_IMAGES.coefficients()["encoder_tokens"]
+    image = (PrefillDemand(remaining=5000, cached=1000, to_encode=((1000, 5000),)),)
+    state = replace(STATE, demands=image)
+
+    def reason_after(share: float, **changes: bool) -> Reason:
+        return decide(replace(state, starved_s=share * encoder_s, **changes), SEES_IMAGES).reason
+
+    assert encoder_s > STATE.slo_s
+    assert reason_after(3.9) is Reason.DEFERRED
+    assert reason_after(4.1) is Reason.AGED
+    assert reason_after(0.0, slo_is_fixed=False) is Reason.AGED
 
 
 def test_an_infeasible_slo_lets_prefills_trickle_and_holds_newcomers() -> None:

@@ -68,8 +68,8 @@ _WORDS = {
         "requests wait until it holds again"
     ),
     Reason.AGED: (
-        "TBT SLO leaves no room for prefills: a request waited max_defer_s and gets a minimum "
-        "chunk over the SLO"
+        "TBT SLO leaves no room for prefills: a request waited as long as it may (max_defer_s at "
+        "most) and gets a minimum chunk over the SLO"
     ),
     Reason.STALLED: "a granted prefill budget went unused for several steps; it is being raised",
 }
