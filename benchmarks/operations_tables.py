@@ -82,7 +82,25 @@ def server_soak(results: Path) -> str:
             "kinds of error lines while it served",
             *(str(len(run["error_lines"])) for run in sides.values()),
         ],
-        ["steps within the SLO", "", f"{found['penalty']['slo_held_share']:.2%}"],
+        ["gaps within the SLO", *(f"{run['gaps']['held_share']:.2%}" for run in sides.values())],
+        ["the same, worst minute", *(_worst_minute(run["gaps"]) for run in sides.values())],
+        [
+            "gaps p50 / p99 / longest",
+            *(
+                " / ".join(
+                    f"{run['gaps'][name]:.0f}" for name in ("p50_ms", "p99_ms", "longest_ms")
+                )
+                + " ms"
+                for run in sides.values()
+            ),
+        ],
+        *(
+            [name, "", f"{found['penalty'][key]:.2%}"]
+            for name, key in (
+                ("steps with prefill within the SLO", "slo_held_share_of_mixed_steps"),
+                ("decode-only steps within it", "slo_held_share_of_decode_only_steps"),
+            )
+        ),
     ]
     for process in found["penalty"]["memory_mib"]:
         cells = [
@@ -91,6 +109,10 @@ def server_soak(results: Path) -> str:
         ]
         rows.append([f"memory of {process}; its slope in the second half", *cells])
     return markdown(["", *sides], rows)
+
+
+def _worst_minute(gaps: Mapping[str, Any]) -> str:
+    return f"{min(gaps['held_share_by_minute']):.2%}"
 
 
 def _growth(memory_mib: Sequence[Sequence[float]], slope: float) -> str:
