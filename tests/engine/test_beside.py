@@ -97,6 +97,28 @@ def test_beside_prefix_caching_only_what_is_not_cached_is_prefilled(is_async: bo
 
 
 @both_modes
+def test_not_all_that_wait_are_looked_up_in_the_prefix_cache_in_one_step(is_async: bool) -> None:
+    engine, shared = make_steered_with_cached_prompt(is_async=is_async)
+    coordinator = engine.scheduler.kv_cache_manager.coordinator
+    find, calls = coordinator.find_longest_cache_hit, []
+    coordinator.find_longest_cache_hit = lambda *args: (calls.append(args), find(*args))[1]
+    for index in range(8):
+        engine.scheduler.add_request(
+            make_request(f"waiting-{index}", shared + prompt(2000, index), 2)
+        )
+    engine.step()
+
+    look_ups = []
+    for _ in range(64):
+        calls.clear()
+        engine.step()
+        look_ups.append(len(calls))
+
+    assert sum(look_ups) >= 3 * 7  # each is looked up again every sixteen steps
+    assert max(look_ups) <= 4
+
+
+@both_modes
 def test_a_sliding_window_that_must_be_replayed_is_planned_with_the_rest(is_async: bool) -> None:
     engine, shared = make_steered_with_cached_prompt(is_async=is_async)
     if not hasattr(engine.scheduler, "prefix_replay_tokens"):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from vllm.v1.request import Request, RequestStatus
 
@@ -255,7 +256,7 @@ def _prefix_hit_tokens(scheduler: VllmScheduler, request: Request, *, is_estimat
     if not manager.enable_caching or request.skip_reading_prefix_cache:
         return 0
     known: tuple[int, int] | None = getattr(request, "_penalty_sched_hit", None)
-    turn = (scheduler.current_step + hash(request.request_id) % _HIT_STEPS) // _HIT_STEPS
+    turn = (scheduler.current_step + crc32(request.request_id.encode()) % _HIT_STEPS) // _HIT_STEPS
     if known is None or (known[0] != turn and not is_estimate):
         found: Any = manager.coordinator.find_longest_cache_hit(
             request.block_hashes, request.num_tokens - 1
