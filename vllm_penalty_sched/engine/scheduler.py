@@ -33,6 +33,7 @@ from vllm_penalty_sched.engine.configuration import (
     read_settings,
 )
 from vllm_penalty_sched.engine.decision_notes import DecisionNotes
+from vllm_penalty_sched.engine.fault_guard import STRICT_VARIABLE, FaultGuard
 from vllm_penalty_sched.engine.kv_loads import KvLoads, may_load, put_ahead, read_loads
 from vllm_penalty_sched.engine.learned_state import StateSaver
 from vllm_penalty_sched.engine.prefill_sides import PrefillSides, start_sides
@@ -58,14 +59,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.penalty_sched")
 
-# So many steps in a row in which our own logic failed end the steering, for so long.
-_MOST_FAULTY_STEPS, _SUSPENDED_S = 8, 60.0
 
-STRICT_VARIABLE = "PENALTY_SCHED_STRICT"
-"""Environment variable that makes the plugin's own errors fatal, for tests and debugging."""
-
-
-class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checked here
+class Scheduler(FaultGuard, VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checked here
     """The class to name in ``--scheduler-cls``; right for sync and async scheduling.
 
     Before vLLM's ``schedule()`` it puts running decodes first and lowers the step's token budget
@@ -79,11 +74,7 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
     planner: Planner | None = None
     # Chooses between the prefill instance and this one; None unless there is one to ask.
     sides: PrefillSides | None = None
-    faults = 0
-    _known_faults = _faulty_steps = 0
-    _suspended_s = 0.0
     _is_throttled = False
-    _is_strict = False
     _steers = False
     max_num_scheduled_tokens: int
     waiting: RequestQueue
@@ -225,32 +216,8 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
         return int(request.num_tokens) if tokens is None else tokens
 
     def _may_steer(self) -> bool:
-        is_suspended = self._faulty_steps >= _MOST_FAULTY_STEPS
-        return self._steers and not is_suspended and self.pause_state == PauseState.UNPAUSED
-
-    def _count_faulty_steps(self, now_s: float) -> None:
-        """Leave the scheduling to vLLM for a while once every step fails.
-
-        A plan that does not hear of what came of it would keep prefills waiting without end.
-        """
-        if self._faulty_steps >= _MOST_FAULTY_STEPS:
-            if 0.0 <= now_s - self._suspended_s < _SUSPENDED_S:
-                return
-            self._faulty_steps = 0
-        elif self.faults > self._known_faults:
-            self._faulty_steps += 1
-            if self._faulty_steps >= _MOST_FAULTY_STEPS:
-                self._suspended_s = now_s
-                log.error(
-                    "penalty_sched failed in %d steps in a row (%d failures so far): requests are "
-                    "scheduled as in stock vLLM for %.0f s",
-                    self._faulty_steps,
-                    self.faults,
-                    _SUSPENDED_S,
-                )
-        else:
-            self._faulty_steps = 0
-        self._known_faults = self.faults
+        may_plan = self._steers and not self._is_suspended
+        return may_plan and self.pause_state == PauseState.UNPAUSED
 
     def _prepare(
         self,
@@ -375,21 +342,6 @@ class Scheduler(VllmScheduler):  # type: ignore[misc]  # vLLM is not type-checke
                 choices=choices,
             )
         self._reports.add(step, predicted_s, planner)
-
-    def _guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run the plugin's own logic; an error of ours must not kill a serving engine."""
-        try:
-            return call(*args)
-        except Exception:
-            if self._is_strict:
-                raise
-            self.faults += 1
-            if self.faults == 1:
-                log.exception(
-                    "penalty_sched failed; this step goes on as in stock vLLM. Further failures "
-                    "are counted and not logged"
-                )
-            return None
 
 
 class AsyncPenaltyScheduler(Scheduler, VllmAsyncScheduler):  # type: ignore[misc]  # as above
