@@ -10,6 +10,7 @@ import numpy as np
 
 from vllm_penalty_sched.policy import Reason
 from vllm_penalty_sched.step_log.decode_only_times import estimate_decode_only_s
+from vllm_penalty_sched.step_log.graph_jumps import find_worst_jump
 from vllm_penalty_sched.step_log.records import StepTable
 from vllm_penalty_sched.step_log.summary import StepSummary
 
@@ -30,12 +31,6 @@ UNSTEERED_STEP_SHARE = 0.5
 PREDICTION_ERROR, LEAST_PREDICTED_STEPS = 0.1, 50
 # A step that took so many times its prediction is a stall; fewer than this are by chance.
 STALL_FACTOR, LEAST_STALLS, STALL_STEP_SHARE = 3.0, 3, 0.0005
-# vLLM captures CUDA graphs up to a power of two or 512 tokens. Steps within this share of tokens
-# above such a size are compared with those up to it; so many steps are needed on either side.
-GRAPH_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
-GRAPH_WINDOW, LEAST_GRAPH_STEPS = 0.2, 10
-# A jump by this factor more than tokens and context grew by.
-GRAPH_JUMP = 1.2
 # A margin above this is noise, and no longer that of a cold start.
 NOISY_MARGIN = 0.5
 # An engine is full if prefills are cut in so many of its steps and use so much of their budgets.
@@ -92,7 +87,7 @@ def _unsteered(_table: StepTable, summary: StepSummary) -> Advice | None:
 
 
 def _infeasible(table: StepTable, summary: StepSummary) -> Advice | None:
-    is_infeasible = _is_infeasible(table)
+    is_infeasible = table.is_infeasible
     time_share = float(np.sum(table.observed_s[is_infeasible])) / summary.busy_s
     if time_share <= INFEASIBLE_TIME_SHARE:
         return None
@@ -124,18 +119,9 @@ def _why_infeasible(table: StepTable, usual_seqs: float, most_seqs: int | None) 
     return "the decode batch is too large for it; "
 
 
-def _is_infeasible(table: StepTable) -> NDArray[np.bool_]:
-    """Return the steps of which the decodes alone were known to take longer than the SLO.
-
-    Also those in which nobody wanted prefill: the plugin tells those by no reason of their own.
-    """
-    is_too_long = table.is_decode_only & (table.predicted_s > table.slo_s)  # not where NaN
-    return table.has_reason(Reason.INFEASIBLE) | is_too_long
-
-
 def _most_decode_seqs(table: StepTable, slo_s: float) -> int | None:
     """Return the most decodes of which the median decode-only step held the SLO."""
-    places = np.flatnonzero(_is_infeasible(table))
+    places = np.flatnonzero(table.is_infeasible)
     between = np.zeros(table.done_s.size, dtype=np.bool_)
     between[places[0] : places[-1] + 1] = True
     # The machine may have been quicker at other times: those count only if nothing else does.
@@ -152,9 +138,10 @@ def _deferred(table: StepTable, summary: StepSummary) -> Advice | None:
     share = summary.share_of(Reason.DEFERRED).step_share
     if share <= WAITING_STEP_SHARE:
         return None
-    slo_s = _median(table.slo_s[table.has_reason(Reason.DEFERRED)])
-    alone_s = _median(estimate_decode_only_s(table)[table.has_reason(Reason.DEFERRED)])
-    margin = _median(table.margin[table.has_reason(Reason.DEFERRED)])
+    is_deferred = table.has_reason(Reason.DEFERRED)
+    slo_s = _median(table.slo_s[is_deferred])
+    alone_s = _median(estimate_decode_only_s(table)[is_deferred])
+    margin = _median(table.margin[is_deferred])
     room = ""
     if slo_s is not None and alone_s is not None:
         room = f" (SLO {1e3 * slo_s:.1f} ms, decode-only step {1e3 * alone_s:.1f} ms)"
@@ -198,10 +185,9 @@ def _aged(table: StepTable, summary: StepSummary) -> Advice | None:
 
 
 def _graph_size(table: StepTable, _summary: StepSummary) -> Advice | None:
-    jumps = [jump for size in GRAPH_SIZES if (jump := _jump_above(table, size)) is not None]
-    if not jumps:
+    worst = find_worst_jump(table)
+    if worst is None:
         return None
-    worst = max(jumps, key=lambda jump: jump.factor)
     return Advice(
         rule="graph_size",
         finding=f"decode-only steps themselves jump above {worst.size} decode tokens, from "
@@ -209,32 +195,6 @@ def _graph_size(table: StepTable, _summary: StepSummary) -> Advice | None:
         change="CUDA graphs seem to end there; raise --max-cudagraph-capture-size above "
         f"{worst.size}",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Jump:
-    size: int
-    below_s: float
-    above_s: float
-    factor: float
-
-
-def _jump_above(table: StepTable, size: int) -> _Jump | None:
-    tokens = table.decode_tokens
-    below = table.is_decode_only & (tokens > (1 - GRAPH_WINDOW) * size) & (tokens <= size)
-    above = table.is_decode_only & (tokens > size) & (tokens <= (1 + GRAPH_WINDOW) * size)
-    if min(np.sum(below), np.sum(above)) < LEAST_GRAPH_STEPS:
-        return None
-    below_s, above_s = np.median(table.observed_s[below]), np.median(table.observed_s[above])
-    # A step is at most proportional to its tokens and context: what grew more is a jump.
-    growth = max(
-        float(np.median(column[above])) / max(1.0, float(np.median(column[below])))
-        for column in (tokens, table.decode_context)
-    )
-    factor = float(above_s / below_s / max(1.0, growth))
-    if factor <= GRAPH_JUMP:
-        return None
-    return _Jump(size=size, below_s=float(below_s), above_s=float(above_s), factor=factor)
 
 
 def _predictions(_table: StepTable, summary: StepSummary) -> Advice | None:
@@ -314,7 +274,7 @@ def _full(_table: StepTable, summary: StepSummary) -> Advice | None:
 
 
 def _overruns(table: StepTable, _summary: StepSummary) -> Advice | None:
-    is_feasible = table.has_decodes & ~np.isnan(table.slo_s) & ~_is_infeasible(table)
+    is_feasible = table.has_decodes & ~np.isnan(table.slo_s) & ~table.is_infeasible
     decode_only = is_feasible & table.is_decode_only
     own = float(np.mean(table.is_over[decode_only])) if decode_only.any() else 0.0
     if own > OVERRUN_SHARE:

@@ -133,6 +133,15 @@ class StepTable:
         """Steps with decodes that took longer than their SLO."""
         return self.has_decodes & (self.observed_s > self.slo_s)  # not over NaN
 
+    @property
+    def is_infeasible(self) -> NDArray[np.bool_]:
+        """Steps of which the decodes alone were known to take longer than the SLO.
+
+        Also those in which nobody wanted prefill: the plugin tells those by no reason of their own.
+        """
+        is_too_long = self.is_decode_only & (self.predicted_s > self.slo_s)  # not where NaN
+        return self.has_reason(Reason.INFEASIBLE) | is_too_long
+
     def has_reason(self, *reasons: Reason) -> NDArray[np.bool_]:
         """Return which steps had one of these reasons."""
         return np.array([reason in reasons for reason in self.reasons], dtype=np.bool_)
