@@ -171,15 +171,26 @@ def two_panels() -> tuple[Any, Any]:
     return figure, axes
 
 
+def check_suffix(path: Path) -> None:
+    """Check that a picture can be written in the format that a file's suffix names.
+
+    Raises:
+        ConfigError: If the suffix names no format.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ConfigError(f"a picture's suffix must be one of {', '.join(formats)}, got {path}")
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """Write a figure.
 
     Raises:
         ConfigError: If the suffix names no format.
     """
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise ConfigError(f"a picture's suffix must be one of {', '.join(formats)}, got {path}")
+    check_suffix(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -19,7 +19,7 @@ from vllm_penalty_sched.cli import advise_commands, simulation_commands, step_lo
 from vllm_penalty_sched.errors import ConfigError, MissingDependencyError, PenaltySchedError
 from vllm_penalty_sched.files import check_writable, write_json
 from vllm_penalty_sched.learning.latency import load_model
-from vllm_penalty_sched.plot import draw_fit, require_matplotlib
+from vllm_penalty_sched.plot import check_suffix, draw_fit, require_matplotlib
 from vllm_penalty_sched.serving import demo
 from vllm_penalty_sched.serving.run_record import describe_hardware, record_run, vllm_version
 from vllm_penalty_sched.serving.server import CPU_KV_CACHE_GIB, serves_on_cpu
@@ -65,17 +65,9 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     if figures is not None:
         check_writable(figures, by_rename=True)
     if picture is not None:
-        _check_picture(picture)
-
-
-def _check_picture(path: Path) -> None:
-    require_matplotlib()
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise ConfigError(f"a picture's suffix must be one of {', '.join(formats)}, got {path}")
-    check_writable(path)
+        require_matplotlib()
+        check_suffix(picture)
+        check_writable(picture)
 
 
 def _split_engine_args(argv: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
